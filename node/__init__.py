@@ -1,0 +1,1 @@
+"""What a node should be: pure Python, without pyinfra, network or files written."""
