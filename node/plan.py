@@ -1,0 +1,460 @@
+"""Inventory data and what was observed of a host, in; a Plan or Problems, out. The Plan is the only thing that flows.
+
+    plan = make("gpu-1", data, read_file, observed)
+
+Roles bring a host to the Plan, tests/host prove the host against it, node.render shows it with no host at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from packaging.version import Version
+
+from node import hardware as hardware_module
+from node import inventory, memory, systems
+from node.arguments import render
+from node.hardware import Hardware
+from node.layout import KEYS, ReleasePaths, WeightsPaths
+from node.manifest import Manifest, loads
+from node.models import DRAFTERS, MODELS, Drafter, Model, Question
+from node.patches import PATCHES, Patch
+from node.problems import Malformed, Problem
+from node.profiles import BACKENDS, INTERCONNECT_ENVIRONMENT, PROFILES, Profile
+from node.releases import RELEASES, Release, digest
+from node.systems import System
+from node.toolkits import REPOSITORY_KEYS, TOOLKITS, Toolkit
+
+ReadFile = Callable[[str], bytes]
+"""Reads a file of the controller, relative to the project; raises OSError."""
+
+
+@dataclass(frozen=True)
+class Observed:
+    """What a host told of itself."""
+
+    system: System
+    hardware: Hardware
+
+
+@dataclass(frozen=True)
+class Repository:
+    """NVIDIA's apt repository for the host's system: the folder's address, its key's file name and fingerprint."""
+
+    address: str
+    key_file: str
+    fingerprint: str
+
+
+@dataclass(frozen=True)
+class Weights:
+    """One repository's weights. role: "model" or "drafter". hub_token: the repository is gated or a token is given."""
+
+    role: str
+    manifest: Manifest
+    paths: WeightsPaths
+    hub: str
+    hub_token_file: str | None
+    gated: bool
+
+
+@dataclass(frozen=True)
+class Service:
+    """The server as systemd runs it.
+
+    unit: its name; conflicts: the units of every other profile. arguments: the whole argument vector but the key file, which
+    the unit adds from its credentials. environment: all that the process is given. architectures: FlashInfer's names of the
+    GPU architectures to warm, e.g. ("12.0f",). question: what readiness asks. start_timeout: seconds.
+    """
+
+    unit: str
+    conflicts: tuple[str, ...]
+    name: str
+    host: str
+    port: int
+    nccl_port: int
+    arguments: tuple[str, ...]
+    environment: Mapping[str, str]
+    architectures: tuple[str, ...]
+    question: Question
+    start_timeout: int
+    api_key_file: str | None
+
+    @property
+    def api_key_path(self) -> str:
+        return f"{KEYS}/api-key"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All that is decided about one host."""
+
+    host: str
+    system: System
+    hardware: Hardware
+    release: Release
+    lock: bytes
+    toolkit: Toolkit
+    toolkits_beside: tuple[Toolkit, ...]
+    repository: Repository
+    paths: ReleasePaths
+    patches: tuple[Patch, ...]
+    profile: Profile
+    model: Model
+    drafter: Drafter | None
+    weights: tuple[Weights, ...]
+    fit: memory.Fit | None
+    service: Service
+
+
+def unit_name(profile: str) -> str:
+    return f"sglang-{profile}.service"
+
+
+def declared_hardware(data: Mapping[str, Any]) -> Hardware | None:
+    """The machine that the inventory says it is, or None when it does not say so rightly."""
+    gpu, count = data.get("gpu"), data.get("gpu_count")
+    if gpu in hardware_module.GPU_MODELS and isinstance(count, int) and not isinstance(count, bool) and count > 0:
+        return hardware_module.expected(str(gpu), count)
+    return None
+
+
+def make(
+    host: str, data: Mapping[str, Any], read_file: ReadFile, observed: Observed | None, system: System | None = None
+) -> Plan | list[Problem]:
+    """Decide everything about a host, or say all that is wrong.
+
+    host: its name, for the Plan. data: its inventory data. read_file: for lock and manifests. observed: what the host said
+    of itself, or None to plan for the machine that the inventory declares, with `system` (default: Debian 12).
+    """
+    values, problems = inventory.read(data)
+    declared = declared_hardware(data)
+    if problems or declared is None:
+        return problems
+    release, profile, model = RELEASES[values["release"]], PROFILES[values["profile"]], MODELS[values["model"]]
+    toolkit = TOOLKITS[release.toolkit]
+    host_system = observed.system if observed else system or systems.SYSTEMS[0].as_system()
+    problems += systems.problems(host_system)
+    if observed:
+        problems += hardware_module.disagreements(observed.hardware, declared, release.driver_floor)
+    problems += _software_problems(release, toolkit, tuple(TOOLKITS[v] for v in values["toolkits_beside"]), host_system)
+    problems += _layout_problems(values, profile, model, declared)
+    drafter, more = _drafter(values, profile, model)
+    problems += more
+    weights, more = _weights(values, model, drafter, read_file)
+    problems += more
+    lock, more = _lock(release, read_file)
+    problems += more
+    machine = observed.hardware if observed else declared
+    if problems:
+        return problems
+
+    fit = None
+    if model.architecture:
+        memory_mib = [gpu.memory_mib or declared.gpus[0].memory_mib or 0 for gpu in machine.gpus]
+        fit = memory.fit(
+            model.architecture, profile, memory_mib, values["kv_cache_dtype"], drafter, values["memory_fraction"]
+        )
+        problems = memory.problems(fit, profile, values["context_length"])
+        if problems:
+            return problems
+
+    patches = tuple(PATCHES[name] for name in release.patches)
+    paths = ReleasePaths(digest(release, lock, patches, toolkit.apt_version, host_system.python))
+    return Plan(
+        host=host,
+        system=host_system,
+        hardware=machine,
+        release=release,
+        lock=lock,
+        toolkit=toolkit,
+        toolkits_beside=tuple(TOOLKITS[v] for v in values["toolkits_beside"] if v != toolkit.version),
+        repository=_repository(values, host_system),
+        paths=paths,
+        patches=patches,
+        profile=profile,
+        model=model,
+        drafter=drafter,
+        weights=weights,
+        fit=fit,
+        service=_service(values, release, toolkit, profile, model, drafter, weights, paths, declared, fit),
+    )
+
+
+def _software_problems(
+    release: Release, toolkit: Toolkit, beside: tuple[Toolkit, ...], system: System
+) -> list[Problem]:
+    problems = []
+    if system.python not in release.pythons:
+        problems.append(
+            Problem(
+                f"Python of release {release.name}",
+                f"Python {system.python} on {system.distribution} {system.version}",
+                "Python " + ", ".join(release.pythons),
+                "choose a release that has wheels for it, or a newer system",
+            )
+        )
+    for kit in (toolkit, *beside):
+        if kit.max_glibc and Version(system.glibc) > Version(kit.max_glibc):
+            problems.append(
+                Problem(
+                    f"CUDA toolkit {kit.version}",
+                    f"glibc {system.glibc}, whose <math.h> contradicts this toolkit's headers",
+                    f"glibc {kit.max_glibc} or older",
+                    "take it out of toolkits_beside" if kit is not toolkit else "use an older system for this release",
+                )
+            )
+    return problems
+
+
+def _layout_problems(values: dict[str, Any], profile: Profile, model: Model, declared: Hardware) -> list[Problem]:
+    problems = []
+    count = len(declared.gpus)
+    if profile.device != model.device:
+        problems.append(
+            Problem(
+                f"profile {profile.name}",
+                f"a profile for {profile.device} with model {model.key}",
+                f"a profile for {model.device}",
+                "choose profile "
+                + " or ".join(sorted(name for name, other in PROFILES.items() if other.device == model.device)),
+            )
+        )
+    if profile.gpus > count:
+        problems.append(
+            Problem(
+                f"profile {profile.name}",
+                f"{count} GPUs",
+                f"{profile.gpus} GPUs (tensor parallel {profile.tensor_parallel} x pipeline {profile.pipeline_parallel})",
+                "choose a profile for fewer GPUs, or mend gpu_count",
+            )
+        )
+    speculative = values["speculative"] or profile.speculative
+    if speculative != "none" and profile.pipeline_parallel > 1:
+        problems.append(
+            Problem(
+                f"profile {profile.name}",
+                f"speculative {speculative} with {profile.pipeline_parallel} pipeline stages",
+                "no drafting in a pipeline: every SGLang release up to 0.5.23 asserts pp_size == 1 for it",
+                "remove speculative, or choose profile ep8-dflash",
+            )
+        )
+    if speculative == "ddtree":
+        problems.append(
+            Problem(
+                "inventory key speculative",
+                "ddtree",
+                "dflash or none: no SGLang release has DDTree (its pull request 29907 is open)",
+                "set speculative to dflash",
+            )
+        )
+    compute = declared.gpus[0].compute_capability
+    if model.device == "cuda" and compute not in BACKENDS:
+        problems.append(
+            Problem("attention backend", f"compute capability {compute}", ", ".join(BACKENDS), "add it to node/profiles.py")
+        )
+    if values["port"] == values["nccl_port"]:
+        problems.append(
+            Problem("inventory key nccl_port", f"{values['port']}, which is port too", "a port of its own", "change nccl_port")
+        )
+    return problems
+
+
+def _drafter(values: dict[str, Any], profile: Profile, model: Model) -> tuple[Drafter | None, list[Problem]]:
+    speculative = values["speculative"] or profile.speculative
+    named = values["drafter"]
+    if speculative != "dflash":
+        if named:
+            return None, [
+                Problem(
+                    "inventory key drafter",
+                    f"{named} with profile {profile.name}, which does not draft",
+                    "a drafter only where there is drafting",
+                    "choose profile ep8-dflash, or remove drafter",
+                )
+            ]
+        return None, []
+    key = named or next(iter(model.drafters), None)
+    if key is None or key not in model.drafters:
+        return None, [
+            Problem(
+                "inventory key drafter",
+                f"{key or 'nothing'} for model {model.key}",
+                "a drafter made for it: " + (", ".join(model.drafters) or "there is none"),
+                "change drafter, or choose a profile without drafting",
+            )
+        ]
+    return DRAFTERS[key], []
+
+
+def _weights(
+    values: dict[str, Any], model: Model, drafter: Drafter | None, read_file: ReadFile
+) -> tuple[tuple[Weights, ...], list[Problem]]:
+    wanted: list[tuple[str, Model | Drafter, str | None, str | None]] = [
+        ("model", model, values["revision"], values["manifest"])
+    ]
+    if drafter:
+        wanted.append(("drafter", drafter, values["drafter_revision"], values["drafter_manifest"]))
+    weights, problems = [], []
+    for role, entry, given_revision, given_manifest in wanted:
+        prefix = "" if role == "model" else "drafter_"
+        revision = given_revision or entry.revision
+        gated = isinstance(entry, Drafter) and entry.gated
+        path = given_manifest or f"files/manifests/{entry.key}.json"
+        if revision is None:
+            problems.append(
+                Problem(
+                    f"inventory key {prefix}revision",
+                    "nothing, and no public pin of this repository is known",
+                    f"the commit of {entry.repository} to serve, 40 hex digits",
+                    f"bin/pin {entry.key} shows the newest one and writes its manifest",
+                )
+            )
+            continue
+        if gated and not values["hub_token_file"]:
+            problems.append(
+                Problem(
+                    "inventory key hub_token_file",
+                    f"nothing, and {entry.repository} is gated",
+                    "a file with a hub token that its owners let in",
+                    "ask for access on the hub, then set hub_token_file",
+                )
+            )
+        try:
+            manifest = loads(read_file(path))
+        except OSError:
+            problems.append(
+                Problem(
+                    f"manifest of {entry.key}",
+                    f"no file {path}",
+                    f"the manifest of {entry.repository} at {revision}",
+                    f"bin/pin {entry.key} --revision {revision}",
+                )
+            )
+            continue
+        except Malformed as error:
+            problems.append(
+                error.problem("a manifest as bin/pin writes it", f"bin/pin {entry.key} --revision {revision}")
+            )
+            continue
+        if (manifest.repository, manifest.revision) != (entry.repository, revision):
+            problems.append(
+                Problem(
+                    f"manifest {path}",
+                    f"{manifest.repository} at {manifest.revision}",
+                    f"{entry.repository} at {revision}",
+                    f"bin/pin {entry.key} --revision {revision}",
+                )
+            )
+            continue
+        paths = WeightsPaths(values["weights_directory"], manifest.repository, manifest.revision)
+        weights.append(Weights(role, manifest, paths, values["hub"], values["hub_token_file"], gated))
+    return tuple(weights), problems
+
+
+def _lock(release: Release, read_file: ReadFile) -> tuple[bytes, list[Problem]]:
+    try:
+        return read_file(release.lock), []
+    except OSError as error:
+        return b"", [Problem(f"lock of {release.name}", str(error), release.lock, f"bin/lock {release.name}")]
+
+
+def _repository(values: dict[str, Any], system: System) -> Repository:
+    key = REPOSITORY_KEYS[system.repository]
+    return Repository(
+        address=f"{values['cuda_repository'].rstrip('/')}/{system.repository}/x86_64",
+        key_file=values["cuda_repository_key"] or key.file,
+        fingerprint=values["cuda_repository_fingerprint"] or key.fingerprint,
+    )
+
+
+def _service(
+    values: dict[str, Any],
+    release: Release,
+    toolkit: Toolkit,
+    profile: Profile,
+    model: Model,
+    drafter: Drafter | None,
+    weights: tuple[Weights, ...],
+    paths: ReleasePaths,
+    declared: Hardware,
+    fit: memory.Fit | None,
+) -> Service:
+    gpu = hardware_module.GPU_MODELS[values["gpu"]]
+    snapshot = {part.role: part.paths.snapshot for part in weights}
+    name = values["served_model_name"] or model.key
+    options: dict[str, Any] = {
+        "model_path": snapshot["model"],
+        "served_model_name": name,
+        "host": "127.0.0.1",
+        "port": values["port"],
+        "nccl_port": values["nccl_port"],
+        "trust_remote_code": model.trust_remote_code,
+        "tool_call_parser": model.tool_call_parser,
+        "reasoning_parser": model.reasoning_parser,
+        "enable_metrics": True,
+        "tensor_parallel": profile.tensor_parallel,
+        "pipeline_parallel": profile.pipeline_parallel,
+        "expert_parallel": profile.expert_parallel,
+        "context_length": values["context_length"],
+        "max_running_requests": values["max_running_requests"],
+    }
+    if profile.device == "cuda":
+        backends = BACKENDS[gpu.compute_capability]
+        options |= {
+            "attention_backend": backends.attention,
+            "kv_cache_dtype": values["kv_cache_dtype"],
+            "memory_fraction": fit.memory_fraction if fit else values["memory_fraction"],
+            "disable_cuda_graph": not profile.cuda_graphs,
+            "cuda_graph_max_batch": values["max_running_requests"] if profile.cuda_graphs else None,
+        }
+        if drafter:
+            options |= {
+                "speculative_algorithm": drafter.algorithm.upper(),
+                "speculative_draft_model_path": snapshot["drafter"],
+                "speculative_num_draft_tokens": drafter.block_size,
+                "speculative_draft_attention_backend": backends.draft_attention,
+            }
+    options |= profile.options
+    return Service(
+        unit=unit_name(profile.name),
+        conflicts=tuple(unit_name(other) for other in sorted(PROFILES) if other != profile.name),
+        name=name,
+        host="127.0.0.1",
+        port=values["port"],
+        nccl_port=values["nccl_port"],
+        arguments=(paths.python, "-m", "sglang.launch_server", *render(options, release)),
+        environment=_environment(toolkit, paths, profile, declared, gpu.flashinfer_architecture),
+        architectures=(gpu.flashinfer_architecture,),
+        question=model.question,
+        start_timeout=values["start_timeout"],
+        api_key_file=values["api_key_file"],
+    )
+
+
+def _environment(
+    toolkit: Toolkit, paths: ReleasePaths, profile: Profile, declared: Hardware, architecture: str
+) -> dict[str, str]:
+    """Everything compiled goes below the release's cache; every compiler found is the release's toolkit's."""
+    interconnect = declared.interconnect if profile.device == "cuda" else "none"
+    return {
+        "CUDA_HOME": toolkit.prefix,
+        "PATH": f"{paths.bin}:{toolkit.prefix}/bin:/usr/local/bin:/usr/bin:/bin",
+        "HOME": paths.cache,
+        "XDG_CACHE_HOME": f"{paths.cache}/xdg",
+        "FLASHINFER_WORKSPACE_BASE": paths.cache,
+        "FLASHINFER_CUDA_ARCH_LIST": architecture,
+        "TVM_FFI_CACHE_DIR": f"{paths.cache}/tvm-ffi",
+        "TRITON_CACHE_DIR": f"{paths.cache}/triton",
+        "TORCHINDUCTOR_CACHE_DIR": f"{paths.cache}/inductor",
+        "CUDA_CACHE_PATH": f"{paths.cache}/cuda",
+        "SGLANG_CACHE_DIR": f"{paths.cache}/sglang",
+        "HF_HUB_OFFLINE": "1",
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+        "PYTHONUNBUFFERED": "1",
+        **INTERCONNECT_ENVIRONMENT[interconnect],
+        **profile.environment,
+    }
+
