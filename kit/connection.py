@@ -65,7 +65,7 @@ def count(of: Host) -> None:
     for name in ("run_shell_command", "put_file", "get_file"):
         setattr(of.connector, name, _counted(getattr(of.connector, name), counter, of))
     if not any(isinstance(handler, _Report) for handler in of.state.callback_handlers):
-        of.state.add_callback_handler(_Report())
+        of.state.add_callback_handler(_Report())  # type: ignore[no-untyped-call]
 
 
 def _counted(function: Any, counter: Counter[str], of: Host) -> Any:

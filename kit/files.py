@@ -220,7 +220,7 @@ def remove(path: str, tree: bool = False, state: State | None = None) -> Command
 
 def _show_difference(items: list[Item]) -> None:
     """Under --diff, print what changes in text files, once a run. Costs one more command, under --diff only."""
-    state = context.ctx_state.get()
+    state = context.ctx_state.get()  # type: ignore[no-untyped-call]
     if not state.config.DIFF or (state.current_stage >= StateStage.Execute and state.check_for_changes):
         return
     current = host()

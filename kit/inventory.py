@@ -30,14 +30,21 @@ def pyinfra_keys() -> frozenset[str]:
     from pyinfra.api.arguments import all_argument_meta
     from pyinfra.api.connectors import get_all_connectors
 
-    connectors = {key for connector in get_all_connectors().values() for key in connector.data_meta}
+    known = get_all_connectors()  # type: ignore[no-untyped-call]
+    connectors = {key for connector in known.values() for key in connector.data_meta}
     return frozenset(connectors | set(all_argument_meta))
 
 
 def node_data(host: Host) -> dict[str, Any]:
     """All data of a host (--data, host, groups, all), less what is pyinfra's: what is left is ours, or unknown."""
-    data: dict[str, Any] = host.data.dict()
-    return {key: value for key, value in data.items() if key not in pyinfra_keys()}
+    return _divided(host)[0]
+
+
+def _divided(host: Host) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A host's data, less pyinfra's, and pyinfra's."""
+    data: dict[str, Any] = host.data.dict()  # type: ignore[no-untyped-call]
+    theirs = {key: data.pop(key) for key in pyinfra_keys() & data.keys()}
+    return data, theirs
 
 
 @dataclass(frozen=True)
@@ -91,19 +98,24 @@ def _read(path: str) -> dict[str, Any]:
 
     state = State()
     state.cwd = str(Path.cwd())
-    with ctx_state.use(state), ctx_config.use(Config()):
+    config = Config()  # type: ignore[no-untyped-call]
+    with ctx_state.use(state), ctx_config.use(config):
         inventory = make_inventory(path, override_data={}, cwd=state.cwd)
-        ctx_inventory.set(inventory)
-        state.init(inventory, Config())
-        known = pyinfra_keys()
-        return {
-            host.name: {
-                "groups": list(host.groups),
-                "data": node_data(host),
-                "ssh": {key: value for key, value in host.data.dict().items() if key in known},
-            }
-            for host in inventory
-        }
+        ctx_inventory.set(inventory)  # type: ignore[no-untyped-call]
+        state.init(inventory, config)
+        hosts = {}
+        for host in inventory:
+            data, theirs = _divided(host)
+            hosts[host.name] = {"groups": list(dict.fromkeys(host.groups)), "data": data, "ssh": theirs}
+        return hosts
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, (set, frozenset)):
+        return sorted(value)
+    if isinstance(value, Path):
+        return str(value)
+    raise TypeError(f"{value!r} cannot be told to other programs, wanted text, numbers, lists or tables")
 
 
 def main(arguments: list[str]) -> int:
@@ -118,7 +130,7 @@ def main(arguments: list[str]) -> int:
     try:
         with contextlib.redirect_stdout(sys.stderr):
             read = _read(path)
-        print(json.dumps(read, default=sorted))
+        print(json.dumps(read, default=_plain))
     except Exception as error:
         cause = getattr(error, "exception", error)  # pyinfra wraps what an inventory file raises
         where = f"{cause.filename}:{cause.lineno}: " if isinstance(cause, SyntaxError) else ""

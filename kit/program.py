@@ -64,9 +64,9 @@ _NO_PYTHON = json.dumps(
 )
 
 
-def _payload(source: Path, arguments: Mapping[str, Any], modules: Mapping[str, str]) -> str:
+def _payload(source: Path, arguments: Mapping[str, Any]) -> str:
     sent = {
-        "modules": {**_SHARED, **modules},
+        "modules": _SHARED,
         "source": source.read_text(encoding="utf-8"),
         "where": "/".join(source.parts[-3:]),
         "arguments": dict(arguments),
@@ -77,9 +77,7 @@ def _payload(source: Path, arguments: Mapping[str, Any], modules: Mapping[str, s
     return payload
 
 
-def probe_command(
-    source: Path, arguments: Mapping[str, Any], modules: Mapping[str, str] | None = None
-) -> StringCommand:
+def probe_command(source: Path, arguments: Mapping[str, Any]) -> StringCommand:
     """A command that calls `probe(**arguments)` of a source file and prints one line of JSON; its exit code is 0.
 
     The line is {"found": what probe returned}, {"problem": text} or {"traceback": text}. Raises ValueError where the
@@ -88,7 +86,7 @@ def probe_command(
     return StringCommand(
         "if command -v python3 >/dev/null 2>&1; then python3 -I -c",
         QuoteString(_LOAD.format(probing=1).strip() + _PROBE),
-        _payload(source, arguments, modules or {}),
+        _payload(source, arguments),
         "; else echo",
         QuoteString(_NO_PYTHON),
         "; fi",
@@ -105,7 +103,7 @@ def act_command(
     return StringCommand(
         "python3 -I -c",
         QuoteString(_LOAD.format(probing=0).strip() + _ACT),
-        _payload(source, arguments, {}),
+        _payload(source, arguments),
         *(QuoteString(word) for word in shown),
         **connector_arguments,
     )

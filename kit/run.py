@@ -37,7 +37,7 @@ def _interrupted(number: int, frame: FrameType | None) -> None:
 
 def begin() -> None:
     """Once per host: mend its connection, and make exit codes tell: Ctrl-C 130 (pyinfra: 0), a failed host 1."""
-    state = context.ctx_state.get()
+    state = context.ctx_state.get()  # type: ignore[no-untyped-call]
     if not any(isinstance(handler, _Failures) for handler in state.callback_handlers):
         state.add_callback_handler(_Failures())
         signal.signal(signal.SIGINT, _interrupted)

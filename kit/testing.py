@@ -109,7 +109,7 @@ class _Host:
         self._facts, self._result = facts, result
         self.data = SimpleNamespace(**data)
         self.state = SimpleNamespace(
-            config=Config(),
+            config=Config(),  # type: ignore[no-untyped-call]
             current_stage=StateStage.Execute,
             check_for_changes=False,
             failed_hosts=set(),
