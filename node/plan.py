@@ -14,10 +14,10 @@ from typing import Any
 from packaging.version import Version
 
 from node import hardware as hardware_module
-from node import inventory, memory, systems
-from node.arguments import render
+from node import inventory, memory, systems, tools
 from node.hardware import Hardware
 from node.layout import KEYS, ReleasePaths, WeightsPaths
+from node.lock import distributions
 from node.manifest import Manifest, loads
 from node.models import DRAFTERS, MODELS, Drafter, Model, Question
 from node.patches import PATCHES, Patch
@@ -26,6 +26,7 @@ from node.profiles import BACKENDS, INTERCONNECT_ENVIRONMENT, PROFILES, Profile
 from node.releases import RELEASES, Release, digest
 from node.systems import System
 from node.toolkits import REPOSITORY_KEYS, TOOLKITS, Toolkit
+from node.tools import Tools
 
 ReadFile = Callable[[str], bytes]
 """Reads a file of the controller, relative to the project; raises OSError."""
@@ -94,6 +95,7 @@ class Plan:
     host: str
     system: System
     hardware: Hardware
+    tools: Tools
     release: Release
     lock: bytes
     toolkit: Toolkit
@@ -107,6 +109,16 @@ class Plan:
     weights: tuple[Weights, ...]
     fit: memory.Fit | None
     service: Service
+
+    @property
+    def site_packages(self) -> str:
+        """Where the release's distributions lie."""
+        return f"{self.paths.environment}/lib/python{self.system.python}/site-packages"
+
+    @property
+    def distributions(self) -> dict[str, str]:
+        """Distribution -> version that the release consists of on this host."""
+        return distributions(self.lock, self.system.python)
 
 
 def unit_name(profile: str) -> str:
@@ -134,7 +146,7 @@ def make(
     if problems or declared is None:
         return problems
     release, profile, model = RELEASES[values["release"]], PROFILES[values["profile"]], MODELS[values["model"]]
-    toolkit = TOOLKITS[release.toolkit]
+    toolkit = release.toolkit
     host_system = observed.system if observed else system or systems.SYSTEMS[0].as_system()
     problems += systems.problems(host_system)
     if observed:
@@ -145,7 +157,9 @@ def make(
     problems += more
     weights, more = _weights(values, model, drafter, read_file)
     problems += more
-    lock, more = _lock(release, read_file)
+    lock, more = _lock(release.name, release.lock, read_file)
+    problems += more
+    tools_lock, more = _lock("tools", tools.LOCK, read_file)
     problems += more
     machine = observed.hardware if observed else declared
     if problems:
@@ -167,6 +181,7 @@ def make(
         host=host,
         system=host_system,
         hardware=machine,
+        tools=Tools(tools_lock, host_system.python),
         release=release,
         lock=lock,
         toolkit=toolkit,
@@ -354,11 +369,11 @@ def _weights(
     return tuple(weights), problems
 
 
-def _lock(release: Release, read_file: ReadFile) -> tuple[bytes, list[Problem]]:
+def _lock(name: str, path: str, read_file: ReadFile) -> tuple[bytes, list[Problem]]:
     try:
-        return read_file(release.lock), []
+        return read_file(path), []
     except OSError as error:
-        return b"", [Problem(f"lock of {release.name}", str(error), release.lock, f"bin/lock {release.name}")]
+        return b"", [Problem(f"lock of {name}", str(error), path, f"bin/lock {name}")]
 
 
 def _repository(values: dict[str, Any], system: System) -> Repository:
@@ -408,7 +423,7 @@ def _service(
             "kv_cache_dtype": values["kv_cache_dtype"],
             "memory_fraction": fit.memory_fraction if fit else values["memory_fraction"],
             "disable_cuda_graph": not profile.cuda_graphs,
-            "cuda_graph_max_batch": values["max_running_requests"] if profile.cuda_graphs else None,
+            "cuda_graph_max_bs": values["max_running_requests"] if profile.cuda_graphs else None,
         }
         if drafter:
             options |= {
@@ -425,8 +440,8 @@ def _service(
         host="127.0.0.1",
         port=values["port"],
         nccl_port=values["nccl_port"],
-        arguments=(paths.python, "-m", "sglang.launch_server", *render(options, release)),
-        environment=_environment(toolkit, paths, profile, declared, gpu.flashinfer_architecture),
+        arguments=(paths.python, "-m", "sglang.launch_server", *release.arguments(options)),
+        environment=_environment(release, toolkit, paths, profile, declared, gpu.flashinfer_architecture),
         architectures=(gpu.flashinfer_architecture,),
         question=model.question,
         start_timeout=values["start_timeout"],
@@ -435,7 +450,7 @@ def _service(
 
 
 def _environment(
-    toolkit: Toolkit, paths: ReleasePaths, profile: Profile, declared: Hardware, architecture: str
+    release: Release, toolkit: Toolkit, paths: ReleasePaths, profile: Profile, declared: Hardware, architecture: str
 ) -> dict[str, str]:
     """Everything compiled goes below the release's cache; every compiler found is the release's toolkit's."""
     interconnect = declared.interconnect if profile.device == "cuda" else "none"
@@ -444,13 +459,8 @@ def _environment(
         "PATH": f"{paths.bin}:{toolkit.prefix}/bin:/usr/local/bin:/usr/bin:/bin",
         "HOME": paths.cache,
         "XDG_CACHE_HOME": f"{paths.cache}/xdg",
-        "FLASHINFER_WORKSPACE_BASE": paths.cache,
         "FLASHINFER_CUDA_ARCH_LIST": architecture,
-        "TVM_FFI_CACHE_DIR": f"{paths.cache}/tvm-ffi",
-        "TRITON_CACHE_DIR": f"{paths.cache}/triton",
-        "TORCHINDUCTOR_CACHE_DIR": f"{paths.cache}/inductor",
-        "CUDA_CACHE_PATH": f"{paths.cache}/cuda",
-        "SGLANG_CACHE_DIR": f"{paths.cache}/sglang",
+        **{name: f"{paths.cache}/{folder}" for name, folder in release.cache_environment.items()},
         "HF_HUB_OFFLINE": "1",
         "HF_HUB_DISABLE_TELEMETRY": "1",
         "PYTHONUNBUFFERED": "1",

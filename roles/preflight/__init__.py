@@ -1,0 +1,1 @@
+"""Everything is looked at before anything is changed."""

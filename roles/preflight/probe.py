@@ -1,0 +1,53 @@
+"""Runs on the host: what it is, in the words of its own programs. Reads only."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+from pathlib import Path
+
+from kit import on_host
+
+
+def probe(query_fields: list[str], weights_directory: str | None) -> dict[str, object]:
+    """Raw texts for node.systems and node.hardware, and what the host is at all: {"system": ..., "hardware": ...}."""
+    smi = "nvidia-smi"
+    return {
+        "uid": os.geteuid(),
+        "systemd": Path("/run/systemd/system").is_dir(),
+        "system": {
+            "os_release_text": Path("/etc/os-release").read_text(encoding="utf-8"),
+            "python_version": platform.python_version(),
+            "glibc_version": os.confstr("CS_GNU_LIBC_VERSION") or "",
+            "machine": platform.machine(),
+        },
+        "hardware": {
+            "query": _said(smi, f"--query-gpu={','.join(query_fields)}", "--format=csv"),
+            "topology": _said(smi, "topo", "-m"),
+            "smi_q": _said(smi, "-q"),
+            "nvlink": _said(smi, "nvlink", "-s"),
+            "lspci": _said("lspci", "-nn"),
+        },
+        "weights_file_system": _file_system(weights_directory) if weights_directory else None,
+    }
+
+
+def _said(*command: str) -> str:
+    """What a program printed, its complaint included; nothing where there is no such program."""
+    if shutil.which(command[0]) is None:
+        return ""
+    found = on_host.run(command, timeout=120)
+    return str(found["out"] if found["code"] == 0 else found["out"] + found["err"])
+
+
+def _file_system(path: str) -> str:
+    """The kind of the file system that a directory is on or would be made on: "ext4", "nfs4", ..."""
+    real = os.path.realpath(path)
+    best, kind = "", ""
+    for line in Path("/proc/self/mountinfo").read_text(encoding="utf-8").splitlines():
+        left, _, right = line.partition(" - ")
+        mount = left.split()[4].replace("\\040", " ")
+        if (real + "/").startswith(mount.rstrip("/") + "/") and len(mount) >= len(best):
+            best, kind = mount, right.split()[0]
+    return kind
