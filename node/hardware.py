@@ -243,8 +243,8 @@ UNSAID = frozenset({"", "n/a", "[n/a]", "none", "-"})
 
 
 def _lines(text: str) -> list[str]:
-    """Lines without ANSI codes, carriage returns and a byte order mark. Only line feeds divide lines."""
-    return [line.rstrip("\r") for line in ANSI_CODE.sub("", text).lstrip("\ufeff").split("\n")]
+    """Lines without ANSI codes and white space at their ends. Only line feeds divide lines."""
+    return [line.rstrip() for line in ANSI_CODE.sub("", text).lstrip("\ufeff").split("\n")]
 
 
 def _said(value: str | None) -> str | None:
@@ -338,6 +338,9 @@ QUERY_FIELDS = (
     "persistence_mode",
     "ecc.mode.current",
     "mig.mode.current",
+    "pci.device_id",
+    "fabric.state",
+    "fabric.status",
 )
 """Ask `nvidia-smi --query-gpu=<these, joined by commas> --format=csv`: all are known to driver 580.159.04."""
 
@@ -351,6 +354,7 @@ FAILURES: Mapping[str, str] = {
     "apt-get install nvidia-open",
     "command not found": "install the driver (on Blackwell nvidia-open, not cuda-drivers)",
     "no such file or directory": "install the driver (on Blackwell nvidia-open, not cuda-drivers)",
+    "is not a valid field to query": "upgrade the driver: it is older than any that runs CUDA 13",
     "insufficient permissions": "run as root, and look at the modes of /dev/nvidia*",
 }
 """What nvidia-smi (or the shell) says instead of an answer, in lower case, and what to do then."""
@@ -377,8 +381,8 @@ def parse_query(text: str, fields: Sequence[str] = QUERY_FIELDS) -> Report:
     """`nvidia-smi --query-gpu=fields --format=csv`, with or without ",noheader" and ",nounits".
 
     A header, where there is one, decides which column is what; without one the columns are the fields asked for.
-    Fields beside QUERY_FIELDS (and pci.device_id, fabric.state, fabric.status) are allowed and not read. Without an
-    index column the rows are counted from 0. Empty text is a Report without GPUs.
+    Fields beside QUERY_FIELDS are allowed and not read. Without an index column the rows are counted from 0. Empty
+    text is a Report without GPUs.
     """
     what = "nvidia-smi --query-gpu"
     columns = [field.strip() for field in fields]
@@ -717,7 +721,7 @@ def parse_lspci(text: str) -> tuple[Gpu, ...]:
     devices: list[tuple[str, str]] = []
     understood = False
     for line in _lines(text):
-        match = LSPCI_LINE.fullmatch(line.rstrip())
+        match = LSPCI_LINE.fullmatch(line)
         if match is None:
             continue
         understood = True

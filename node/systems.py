@@ -51,13 +51,13 @@ class System:
     """What a host runs.
 
     distribution, version: ID and VERSION_ID of /etc/os-release; version is "" where there is none (Debian testing).
-    python, glibc: major.minor ("3.11", "2.36"); python is None where the host has no python3.
+    python, glibc: major.minor ("3.11", "2.36"); python is "" where the host has no python3.
     architecture: `uname -m`.
     """
 
     distribution: str
     version: str
-    python: str | None
+    python: str
     glibc: str
     architecture: str
 
@@ -122,7 +122,7 @@ def from_probe(os_release_text: str, python_version: str, glibc_version: str, ma
     return System(
         distribution=distribution,
         version=release.get("VERSION_ID", "").strip(),
-        python=_major_minor("python3 --version", python_version) if python_version.strip() else None,
+        python=_major_minor("python3 --version", python_version) if python_version.strip() else "",
         glibc=_major_minor("glibc's version", glibc_version),
         architecture=machine.strip(),
     )
@@ -146,10 +146,8 @@ def problems(system: System) -> list[Problem]:
         version = str(system) if system.version else f"{system} without a VERSION_ID (testing or unstable?)"
         found.append(Problem("operating system", version, f"one of {names}", "install one of these on the host"))
         return found
-    if system.python is None:
-        found.append(
-            Problem("python3", "none", f"Python {entry.python}, {entry}'s own", "apt-get install python3 python3-venv")
-        )
+    if not system.python:
+        found.append(Problem("python3", "none", f"Python {entry.python}, {entry}'s own", "apt-get install python3"))
     elif system.python != entry.python:
         found.append(
             Problem(
