@@ -36,8 +36,22 @@ _PROGRAM = Path(__file__).parent / "write_on_host.py"
 _MOST_TO_DIFF = 256 * 1024  # bytes
 
 
+class Item:
+    """One path and how it is wanted: File, Directory, Link or Absent."""
+
+    path: str
+
+    def unlike(self, found: Mapping[str, Any] | None) -> str:
+        """Why this state (one entry of `on_host.files`) is not the wanted one; "" if it is."""
+        raise NotImplementedError
+
+    def sent(self) -> dict[str, Any]:
+        """What the program on the host is told."""
+        raise NotImplementedError
+
+
 @dataclass(frozen=True)
-class File:
+class File(Item):
     """A file and its content. `mode` in octal digits, "644". A `secret` is never shown, in a diff neither."""
 
     path: str
@@ -74,7 +88,7 @@ class File:
 
 
 @dataclass(frozen=True)
-class Directory:
+class Directory(Item):
     """A directory; those above it are made with mode 755 where missing."""
 
     path: str
@@ -94,7 +108,7 @@ class Directory:
 
 
 @dataclass(frozen=True)
-class Link:
+class Link(Item):
     """A symbolic link, switched by rename: it points to the old target or to the new one, never nowhere."""
 
     path: str
@@ -112,7 +126,7 @@ class Link:
 
 
 @dataclass(frozen=True)
-class Absent:
+class Absent(Item):
     """Nothing under this path. A directory is removed only as a `tree`, with all that is in it."""
 
     path: str
@@ -125,7 +139,6 @@ class Absent:
         return {"kind": "absent", "path": self.path, "tree": self.tree}
 
 
-Item = File | Directory | Link | Absent
 Commands = Generator[StringCommand, None, None]
 
 

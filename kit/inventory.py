@@ -49,7 +49,10 @@ def _divided(host: Host) -> tuple[dict[str, Any], dict[str, Any]]:
 
 @dataclass(frozen=True)
 class HostEntry:
-    """One host of an inventory: its groups, our keys, and pyinfra's (ssh_hostname, ssh_user, ssh_port, _sudo, ...)."""
+    """One host of an inventory: its groups, our keys, and pyinfra's that are set (ssh_user, ssh_port, _sudo, ...).
+
+    Without an `ssh_hostname` among them, `name` is the address.
+    """
 
     name: str
     groups: tuple[str, ...]

@@ -6,8 +6,10 @@ exits 0. Scripts must look for that warning.
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
+from collections.abc import Callable
 from types import FrameType
 
 from pyinfra import context
@@ -30,15 +32,27 @@ class _Failures(BaseStateCallback):
             state.failed_hosts.add(host)
 
 
-def _interrupted(number: int, frame: FrameType | None) -> None:
-    print("Stopped by Ctrl-C. Units started on the hosts go on; run again to join them.", file=sys.stderr)
-    sys.exit(INTERRUPTED)
+def _interrupted(state: State) -> Callable[[int, FrameType | None], None]:
+    stopping = False
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        nonlocal stopping
+        if stopping:  # disconnecting hangs: a dead link
+            os._exit(INTERRUPTED)
+        stopping = True
+        print("Stopped by Ctrl-C. Units started on the hosts go on; run again to join them.", file=sys.stderr)
+        # pyinfra disconnects through the same pool in which commands still run, and would wait for them to end.
+        state.pool.kill(block=False)
+        sys.exit(INTERRUPTED)
+
+    return stop
 
 
 def begin() -> None:
-    """Once per host: mend its connection, and make exit codes tell: Ctrl-C 130 (pyinfra: 0), a failed host 1."""
+    """Once per host: mend its connection, and make exit codes tell: Ctrl-C 130 (pyinfra: 0, and only once all
+    running commands have ended), a failed host 1. A second Ctrl-C leaves at once."""
     state = context.ctx_state.get()  # type: ignore[no-untyped-call]
     if not any(isinstance(handler, _Failures) for handler in state.callback_handlers):
         state.add_callback_handler(_Failures())
-        signal.signal(signal.SIGINT, _interrupted)
+        signal.signal(signal.SIGINT, _interrupted(state))
     connection.prepare()
