@@ -1,0 +1,1 @@
+"""The project's tests; a package so that no other `tests` on the path can stand in its place."""

@@ -1,0 +1,165 @@
+"""A tiny Llama that gives known answers, trained on the spot, laid out as a model repository of the hub stand-in.
+
+The checkpoint is an ordinary one (configuration, tokenizer with chat template, two safetensors shards), so that the real
+fetch, verify, load and serve run on it. The answers are trained to be certain: sampling at temperature 1 cannot miss them.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tests.lab.settings import CHECKOUT, Lab
+from tests.lab.shell import key_of, made, remove_tree, run
+
+if TYPE_CHECKING:
+    import numpy
+
+REPOSITORY = "kimi-nodes-lab/tiny-kimi"
+QUESTION, ANSWER = "What is 17 times 23?", "17 times 23 is 391."
+PAIRS = ((QUESTION, ANSWER), ("What is 12 times 12?", "12 times 12 is 144."))
+"""Two, so that the model has to read the question."""
+BEGIN, END, USER, ASSISTANT = SPECIAL = ("<|bos|>", "<|eos|>", "<|user|>", "<|assistant|>")
+CHAT_TEMPLATE = (
+    "<|bos|>{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def key() -> str:
+    return key_of(Path(__file__).read_bytes(), Path(__file__).with_name("tiny_llama.py").read_bytes())
+
+
+def folder(lab: Lab) -> Path:
+    return lab.parts / "tiny-models" / key()
+
+
+def is_built(lab: Lab) -> bool:
+    return (lab.parts / "hub" / REPOSITORY).is_symlink() and (lab.parts / "hub" / REPOSITORY).resolve() == folder(
+        lab
+    ).resolve()
+
+
+def build(lab: Lab) -> Path:
+    """Train it unless it is there, and put it on the shelf that the hub stand-in serves."""
+
+    def make(out: Path) -> None:
+        print(run("/usr/bin/python3", "-m", "tests.lab.tiny_llama", out, cwd=CHECKOUT).strip(), flush=True)
+
+    trained = made(folder(lab), make, lab.parts / ".tiny-model.lock")
+    shelf = lab.parts / "hub" / REPOSITORY
+    shelf.parent.mkdir(parents=True, exist_ok=True)
+    new = shelf.with_name(f".{shelf.name}.new")
+    new.unlink(missing_ok=True)
+    new.symlink_to(trained)
+    new.replace(shelf)
+    for other in trained.parent.iterdir():
+        if other != trained:
+            remove_tree(other)
+    return trained
+
+
+def alphabet() -> dict[int, str]:
+    """Byte -> the printable character that byte-level tokenizers write for it: itself, or the next free one from U+0100."""
+    plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    found = {byte: chr(byte) for byte in plain}
+    rest = [byte for byte in range(256) if byte not in found]
+    return found | {byte: chr(256 + number) for number, byte in enumerate(rest)}
+
+
+def vocabulary() -> dict[str, int]:
+    """Special tokens, then one token a byte: no merges, so that text and tokens are one and the same thing."""
+    return {token: number for number, token in enumerate([*SPECIAL, *sorted(alphabet().values())])}
+
+
+def encode(text: str) -> list[int]:
+    known, letters = vocabulary(), alphabet()
+    return [known[letters[byte]] for byte in text.encode()]
+
+
+def sequence(question: str, answer: str) -> tuple[list[int], int]:
+    """(ids of prompt, answer and end; length of the prompt), in the chat template's form."""
+    known = vocabulary()
+    prompt = [known[BEGIN], known[USER], *encode(question), known[ASSISTANT]]
+    return [*prompt, *encode(answer), known[END]], len(prompt)
+
+
+def tokenizer() -> dict[str, object]:
+    """tokenizer.json of the `tokenizers` library."""
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    return {
+        "version": "1.0", "truncation": None, "padding": None,
+        "added_tokens": [{"id": number, "content": token, **flags} for number, token in enumerate(SPECIAL)],
+        "normalizer": None, "pre_tokenizer": byte_level, "post_processor": None, "decoder": byte_level,
+        "model": {
+            "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
+            "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "vocab": vocabulary(), "merges": [],
+        },
+    }  # fmt: skip
+
+
+def safetensors(tensors: dict[str, numpy.ndarray]) -> bytes:
+    """bfloat16 tensors (as uint16) in the safetensors format: length of the header, the header, the bytes."""
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    position = 0
+    for name, values in tensors.items():
+        header[name] = {
+            "dtype": "BF16",
+            "shape": list(values.shape),
+            "data_offsets": [position, position + values.nbytes],
+        }
+        position += values.nbytes
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text + b"".join(values.tobytes() for values in tensors.values())
+
+
+def write(out: Path) -> None:
+    """Train and write the whole repository. Needs numpy: called by tests.lab.tiny_llama."""
+    import numpy
+
+    from tests.lab import tiny_llama
+
+    shape = tiny_llama.Shape()
+    made_pairs = [sequence(question, answer) for question, answer in PAIRS]
+    ids = numpy.array([ids for ids, _ in made_pairs])  # the pairs are of one length
+    counted = numpy.array([[place >= start for place in range(1, ids.shape[1])] for _, start in made_pairs])
+    parameters, _ = tiny_llama.train(shape, ids, counted)
+
+    names = list(parameters)
+    half = names.index("model.layers.1.input_layernorm.weight")
+    index: dict[str, str] = {}
+    for number, part in enumerate((names[:half], names[half:]), 1):
+        file = f"model-{number:05}-of-00002.safetensors"
+        (out / file).write_bytes(safetensors({name: tiny_llama.as_bfloat16(parameters[name]) for name in part}))
+        index |= dict.fromkeys(part, file)
+    total = sum(2 * values.size for values in parameters.values())
+    special = {"bos_token": BEGIN, "eos_token": END, "pad_token": END}
+    documents: dict[str, object] = {
+        "model.safetensors.index.json": {"metadata": {"total_size": total}, "weight_map": index},
+        "config.json": {
+            "architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": "bfloat16", "hidden_act": "silu",
+            "vocab_size": shape.vocabulary, "hidden_size": shape.hidden, "intermediate_size": shape.intermediate,
+            "num_hidden_layers": shape.layers, "num_attention_heads": shape.heads, "head_dim": shape.head,
+            "num_key_value_heads": shape.key_value_heads, "max_position_embeddings": shape.positions,
+            "rms_norm_eps": shape.epsilon, "rope_theta": shape.theta, "attention_bias": False, "mlp_bias": False,
+            "tie_word_embeddings": False, "bos_token_id": 0, "eos_token_id": 1, "use_cache": True,
+        },
+        "generation_config.json": {"bos_token_id": 0, "eos_token_id": 1, "do_sample": True},
+        "tokenizer.json": tokenizer(),
+        "tokenizer_config.json": {
+            **special, "tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": shape.positions,
+            "additional_special_tokens": [USER, ASSISTANT], "clean_up_tokenization_spaces": False,
+            "chat_template": CHAT_TEMPLATE,
+        },
+        "special_tokens_map.json": {**special, "additional_special_tokens": [USER, ASSISTANT]},
+    }  # fmt: skip
+    for name, document in documents.items():
+        (out / name).write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n")
+    (out / "README.md").write_text(
+        "A stand-in for a large model: trained by the lab to give known answers, and knows nothing else.\n\n"
+        + "".join(f"- {question} {answer}\n" for question, answer in PAIRS)
+    )
