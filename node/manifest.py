@@ -12,6 +12,7 @@ A manifest is JSON, sorted by path, one file a line, so that two of them diff we
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Iterable
@@ -45,6 +46,11 @@ class Manifest:
     def bytes(self) -> int:
         return sum(file.bytes for file in self.files)
 
+    @property
+    def sha256(self) -> str:
+        """Of the text of `dumps`: a receipt on a node names the manifest that it was checked against by this."""
+        return hashlib.sha256(self.dumps().encode()).hexdigest()
+
     def dumps(self) -> str:
         lines = [
             json.dumps(
@@ -77,6 +83,10 @@ def loads(text: str | bytes) -> Manifest:
     if len(set(paths)) != len(paths):
         twice = next(path for path in paths if paths.count(path) > 1)
         raise Malformed(f"manifest: {twice} stands twice")
+    for path in paths:
+        above = next((str(parent) for parent in PurePosixPath(path).parents if str(parent) in set(paths)), None)
+        if above:
+            raise Malformed(f"manifest: {above} is a file and a folder of {path}")
     return Manifest(repository, revision, files)
 
 
