@@ -9,18 +9,32 @@ RELEASES = f"{ROOT}/releases"
 CURRENT = f"{ROOT}/current"
 TOOLS = f"{ROOT}/tools"
 TOOLS_ENVIRONMENT = f"{TOOLS}/environment"
+WEIGHTS_AGENT = f"{TOOLS}/weights_agent.py"
+WEIGHTS_AGENT_PARTS = f"{TOOLS}/weights"
 CONFIGURATION = "/etc/kimi-nodes"
 KEYS = f"{CONFIGURATION}/keys"
 MANIFESTS = f"{CONFIGURATION}/manifests"
 STATE = "/var/lib/kimi-nodes"
+WEIGHTS_STATE = f"{STATE}/weights"  # the weights user's own
 RECEIPTS = f"{STATE}/receipts"
+BUILDS = f"{STATE}/builds"
 CACHE = "/var/cache/kimi-nodes"
+PACKAGE_CACHE = f"{CACHE}/packages"  # uv's, while a release is built, where the machine's own uv.toml names no other
 UNITS = "/etc/systemd/system"
+HUB_TOKEN = f"{KEYS}/hub-token"
+API_KEY = f"{KEYS}/api-key"  # one line, for clients and programs on the node
+API_KEY_CONFIGURATION = f"{KEYS}/keys.yaml"  # the same key as the server reads it
+FIREWALL = f"{CONFIGURATION}/firewall.nft"
+FIREWALL_UNIT = "kimi-firewall.service"
+FIREWALL_TABLE = "inet kimi_nodes"  # ours alone: the owner's rules are not touched
+ENGINE_LOGGING = f"{CONFIGURATION}/engine-logging.json"
 
 SERVICE_USER = "sglang"
 WEIGHTS_USER = "kimi-weights"
 
 KEPT_RELEASES = 3  # the current one and two older
+RELEASE_BYTES = 14 * 10**9  # free before a release is built; the default takes 8.5 GB, the largest about 10 GB
+RELEASE_BUILD_UNIT = f"{UNITS}/kimi-release@.service"
 
 
 @dataclass(frozen=True)
@@ -50,6 +64,19 @@ class ReleasePaths:
     @property
     def receipt(self) -> str:
         return f"{RECEIPTS}/release-{self.digest}.json"
+
+    @property
+    def build_request(self) -> str:
+        """All that the builder is told."""
+        return f"{BUILDS}/{self.digest}.json"
+
+    @property
+    def build_status(self) -> str:
+        return f"{BUILDS}/{self.digest}.status.json"
+
+    @property
+    def build_unit(self) -> str:
+        return f"kimi-release@{self.digest}.service"
 
     @property
     def patches_receipt(self) -> str:
@@ -95,12 +122,63 @@ class WeightsPaths:
 
     @property
     def status(self) -> str:
-        return f"{STATE}/weights-{self.slug}.status.json"
+        return f"{WEIGHTS_STATE}/{self.slug}.status.json"
 
     @property
     def receipt(self) -> str:
-        return f"{STATE}/weights-{self.slug}.receipt.json"
+        """Inside the snapshot, so that both appear by the same rename and each revision keeps its own."""
+        return f"{self.snapshot}/.kimi-nodes-receipt.json"
 
     @property
     def unit(self) -> str:
         return f"kimi-weights-{self.slug}.service"
+
+
+@dataclass(frozen=True)
+class ServicePaths:
+    """What belongs to the service of one profile. `warmup_unit` compiles before it starts; `status` is what both say of their
+    progress, JSON, there only while they run."""
+
+    profile: str
+
+    @property
+    def unit(self) -> str:
+        return f"sglang-{self.profile}.service"
+
+    @property
+    def unit_file(self) -> str:
+        return f"{UNITS}/{self.unit}"
+
+    @property
+    def warmup_unit(self) -> str:
+        return f"kimi-warmup-{self.profile}.service"
+
+    @property
+    def warmup_unit_file(self) -> str:
+        return f"{UNITS}/{self.warmup_unit}"
+
+    @property
+    def environment(self) -> str:
+        return f"{CONFIGURATION}/sglang-{self.profile}.env"
+
+    @property
+    def readiness(self) -> str:
+        """What the readiness probe asks."""
+        return f"{CONFIGURATION}/sglang-{self.profile}.readiness.json"
+
+    @property
+    def warmup(self) -> str:
+        """What the warm-up compiles."""
+        return f"{CONFIGURATION}/sglang-{self.profile}.warmup.json"
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        return (self.unit_file, self.warmup_unit_file, self.environment, self.readiness, self.warmup)
+
+    @property
+    def status(self) -> str:
+        return f"/run/{self.unit.removesuffix('.service')}/status.json"
+
+    @property
+    def warmup_status(self) -> str:
+        return f"/run/{self.warmup_unit.removesuffix('.service')}/status.json"
