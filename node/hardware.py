@@ -716,13 +716,15 @@ def parse_lspci(text: str) -> tuple[Gpu, ...]:
     """The NVIDIA GPUs that `lspci` shows (with -nn, -n, -D or without), in the order of their addresses.
 
     Other devices, NVSwitches and the GPUs' audio functions among them, are left out. What only a driver could say is
-    None; the compute capability is that of the model's entry.
+    None; the compute capability is that of the model's entry. A host without a PCI bus has none.
     """
     devices: list[tuple[str, str]] = []
     understood = False
     for line in _lines(text):
         match = LSPCI_LINE.fullmatch(line)
         if match is None:
+            # Its complaint in a container or a virtual machine that has no PCI bus.
+            understood = understood or line.startswith(("pcilib: ", "lspci: "))
             continue
         understood = True
         kind = match.group("kind").casefold().strip()
@@ -770,7 +772,7 @@ def from_probe(outputs: Mapping[str, str]) -> Hardware:
     for key in ("query", "smi_xml", "smi_q", "topology", "nvlink"):
         text = outputs.get(key, "")
         # A refusal is a sentence at the start; the same words deep in an answer are no refusal.
-        sentence = failure(text[:2000]) if key != "nvlink" else None
+        sentence = failure(text[:2000])
         if sentence is not None:
             refusal = refusal or sentence
         elif text.strip():
@@ -808,10 +810,10 @@ def from_probe(outputs: Mapping[str, str]) -> Hardware:
             replace(gpu, cpu_affinity=cpus, numa_node=numa)
             for gpu, cpus, numa in zip(gpus, topology.cpu_affinity, topology.numa_nodes, strict=True)
         )
-    if "nvlink" in answers:
+    interconnect, off = _interconnect(links)
+    if "nvlink" in answers and interconnect in ("nvlink", "broken"):  # what it says on PCIe is of no use
         active = {status.index: status.active for status in parse_nvlink_status(answers["nvlink"])}
         gpus = tuple(replace(gpu, nvlinks=active.get(gpu.index)) for gpu in gpus)
-    interconnect, off = _interconnect(links)
     return Hardware(
         gpus=gpus,
         interconnect=interconnect,

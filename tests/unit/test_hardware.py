@@ -185,6 +185,11 @@ def test_nvlink_between_some_pairs_is_broken_and_names_the_gpus(links: samples.L
     assert "nvidia-fabricmanager" in problem.fix
 
 
+def test_what_nvlink_says_on_pcie_does_not_matter() -> None:
+    outputs = {"query": samples.query(RTX, 8), "topology": samples.topology(8, samples.two_sockets)}
+    assert hardware.from_probe({**outputs, "nvlink": "NVLink is not supported here\n"}) == hardware.from_probe(outputs)
+
+
 def test_one_gpu_has_no_interconnect() -> None:
     assert machine("h200", 1).interconnect == "none"
     assert hardware.disagreements(machine("h200", 1), hardware.expected("h200", 1), FLOOR) == []

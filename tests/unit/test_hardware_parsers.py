@@ -453,6 +453,8 @@ def test_lspci_shows_a_gpu_of_no_known_kind_by_its_own_words() -> None:
 
 def test_a_host_without_nvidia_or_without_pci_has_no_gpus() -> None:
     assert hardware.parse_lspci("") == ()
+    no_bus = "pcilib: Cannot open /proc/bus/pci\nlspci: Cannot find any working access method.\n"
+    assert hardware.parse_lspci(no_bus) == ()
     assert hardware.parse_lspci("00:02.0 VGA compatible controller: Red Hat, Inc. Virtio 1.0 GPU (rev 01)\n") == ()
 
 
