@@ -1,0 +1,12 @@
+"""What node_tools reads of a host, in one command."""
+
+from __future__ import annotations
+
+from kit.probe import Probe
+
+
+class NodeToolsFacts(Probe):
+    """See probe.py."""
+
+    program = "probe.py"
+    timeout = 120

@@ -1,0 +1,81 @@
+"""Build the release, and later make it current."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from kit.role import role
+from node import layout
+from node.layout import ReleasePaths
+from node.plan import Plan
+from roles.python_release.operations import build, make_current
+
+TEMPLATE = Path(__file__).resolve().parents[2] / "templates" / "kimi-release@.service.j2"
+
+
+@role("Python release")
+def install(plan: Plan) -> None:
+    """The release's environment, whole, by a unit of the host. It is not in use yet."""
+    build(
+        request=request(plan),
+        request_file=plan.paths.build_request,
+        unit_file=layout.RELEASE_BUILD_UNIT,
+        unit_text=unit_text(),
+        unit=plan.paths.build_unit,
+        release_digest=plan.paths.digest,
+    )
+
+
+@role("Current release")
+def activate(plan: Plan) -> None:
+    """`current` points to the built and patched release; older ones than the kept go."""
+    any_release = ReleasePaths("{digest}")
+    make_current(
+        digest=plan.paths.digest,
+        link=layout.CURRENT,
+        releases=layout.RELEASES,
+        receipts=[plan.paths.receipt, plan.paths.patches_receipt],
+        keep=layout.KEPT_RELEASES,
+        belongings=[
+            any_release.receipt,
+            any_release.patches_receipt,
+            any_release.build_request,
+            any_release.build_status,
+            any_release.cache,
+        ],
+    )
+
+
+def request(plan: Plan) -> dict[str, Any]:
+    """What files/tools/release_builder.py is asked for."""
+    return {
+        "bytes": layout.RELEASE_BYTES,
+        "cache": layout.PACKAGE_CACHE,
+        "digest": plan.paths.digest,
+        "distributions": plan.distributions,
+        "environment": plan.paths.environment,
+        "lock": plan.lock.decode(),
+        "python": f"/usr/bin/python{plan.system.python}",
+        "receipts": [plan.paths.receipt, plan.paths.patches_receipt],
+        "release": plan.release.name,
+        "site_packages": plan.site_packages,
+        "status": plan.paths.build_status,
+        "uv": f"{layout.TOOLS_ENVIRONMENT}/bin/uv",
+    }
+
+
+def unit_text() -> str:
+    """The unit that builds any release: its instance is the digest."""
+    template = jinja2.Template(
+        TEMPLATE.read_text(encoding="utf-8"), undefined=jinja2.StrictUndefined, keep_trailing_newline=True
+    )
+    return str(
+        template.render(
+            python="/usr/bin/python3",
+            program=f"{layout.TOOLS}/release_builder.py",
+            request=ReleasePaths("%i").build_request,
+        )
+    )
