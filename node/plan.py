@@ -16,11 +16,11 @@ from packaging.version import Version
 from node import hardware as hardware_module
 from node import inventory, memory, systems, tools
 from node.hardware import Hardware
-from node.layout import KEYS, ReleasePaths, WeightsPaths
+from node.layout import API_KEY, ENGINE_LOGGING, TOOLS, ReleasePaths, ServicePaths, WeightsPaths
 from node.lock import distributions
 from node.manifest import Manifest, loads
 from node.models import DRAFTERS, MODELS, Drafter, Model, Question
-from node.patches import PATCHES, Patch
+from node.patches import PATCHES, Patch, bears_load
 from node.problems import Malformed, Problem
 from node.profiles import BACKENDS, INTERCONNECT_ENVIRONMENT, PROFILES, Profile
 from node.releases import RELEASES, Release, digest
@@ -85,7 +85,7 @@ class Service:
 
     @property
     def api_key_path(self) -> str:
-        return f"{KEYS}/api-key"
+        return API_KEY
 
 
 @dataclass(frozen=True)
@@ -120,9 +120,13 @@ class Plan:
         """Distribution -> version that the release consists of on this host."""
         return distributions(self.lock, self.system.python)
 
+    @property
+    def service_paths(self) -> ServicePaths:
+        return ServicePaths(self.profile.name)
+
 
 def unit_name(profile: str) -> str:
-    return f"sglang-{profile}.service"
+    return ServicePaths(profile).unit
 
 
 def declared_hardware(data: Mapping[str, Any]) -> Hardware | None:
@@ -176,7 +180,12 @@ def make(
             return problems
 
     patches = tuple(PATCHES[name] for name in release.patches)
-    paths = ReleasePaths(digest(release, lock, patches, toolkit.apt_version, host_system.python))
+    patched = [
+        (patch.id, patch.digests[version].after)
+        for patch in patches
+        if bears_load(patch, version := release.pins[patch.package], toolkit.nvcc)[0]
+    ]
+    paths = ReleasePaths(digest(release, lock, patched, toolkit.version, host_system.python))
     return Plan(
         host=host,
         system=host_system,
@@ -464,6 +473,8 @@ def _environment(
         "HF_HUB_OFFLINE": "1",
         "HF_HUB_DISABLE_TELEMETRY": "1",
         "PYTHONUNBUFFERED": "1",
+        "PYTHONPATH": TOOLS,  # engine_log, which SGLang's logging configuration names
+        "SGLANG_LOGGING_CONFIG_PATH": ENGINE_LOGGING,
         **INTERCONNECT_ENVIRONMENT[interconnect],
         **profile.environment,
     }

@@ -1,0 +1,199 @@
+"""Source patches: what each cures, which files it may touch, and how it is known whether a release needs it.
+
+A patch is one exact edit of one file of one distribution. It is applied only to a file whose sha256 is the known original of
+a known version, and only where it bears load; a file that is neither the known original nor the known result stops the host.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+
+Action = Literal["apply", "already", "not needed", "conflict"]
+
+
+@dataclass(frozen=True)
+class Digests:
+    """sha256, 64 hex digits, of a file as its wheel brings it and as the patch leaves it."""
+
+    before: str
+    after: str
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One edit.
+
+    id: as releases name it. package, file: the distribution, and the path below its site-packages. versions: PEP 440, those
+    that have the fault. nvcc_below: the fault shows only with a compiler older than this, or None when it does not depend on
+    it. digests: version -> sha256 before and after. old, new: the edit; old stands in the file exactly once.
+    retired_by: the upstream change that makes it needless. shows: what a user sees without it. source: who found what.
+    """
+
+    id: str
+    title: str
+    package: str
+    file: str
+    versions: str
+    nvcc_below: str | None
+    digests: Mapping[str, Digests]
+    old: str
+    new: str
+    retired_by: str
+    shows: str
+    source: str
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What a host shows about a patch's file. version: of the package, None where it is not installed. digest: sha256 of the
+    file, None where there is none. nvcc: release of the toolkit's compiler, "13.0", None where it does not run.
+    """
+
+    version: str | None
+    digest: str | None
+    nvcc: str | None
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What to do with a patch, and why."""
+
+    action: Action
+    reason: str
+
+
+def apply(patch: Patch, source: bytes) -> bytes:
+    """The file with the edit. Raises ValueError where the text to replace is not there exactly once."""
+    old = patch.old.encode()
+    if source.count(old) != 1:
+        raise ValueError(f"{patch.file}: found the text of patch {patch.id} {source.count(old)} times, wanted it once")
+    return source.replace(old, patch.new.encode())
+
+
+def bears_load(patch: Patch, version: str, nvcc: str | None) -> tuple[bool, str]:
+    """Whether the fault is there, by version and compiler, and the reason. nvcc None counts as too old to trust."""
+    if not SpecifierSet(patch.versions).contains(Version(version), prereleases=True):
+        return False, f"{patch.package} {version} is not {patch.versions}: {patch.retired_by}"
+    if patch.nvcc_below is None:
+        return True, f"{patch.package} {version} is {patch.versions}"
+    if nvcc is not None and Version(nvcc) >= Version(patch.nvcc_below):
+        return False, f"nvcc {nvcc} is not older than {patch.nvcc_below}, so the fault cannot show"
+    return True, f"nvcc {nvcc or 'unknown'} is older than {patch.nvcc_below}"
+
+
+def decide(patch: Patch, evidence: Evidence) -> Decision:
+    """What the host's evidence asks for. A conflict names what was found and what was wanted."""
+    if evidence.version is None:
+        return Decision("conflict", f"{patch.package} is not installed")
+    needed, reason = bears_load(patch, evidence.version, evidence.nvcc)
+    known = patch.digests.get(evidence.version)
+    if not needed:
+        if known and evidence.digest == known.after:
+            return Decision("already", f"{reason}; the patch is in all the same")
+        if known and evidence.digest != known.before:
+            return Decision("conflict", _unknown(patch, evidence, known))
+        return Decision("not needed", reason)
+    if known is None:
+        return Decision(
+            "conflict", f"no digests of {patch.file} in {patch.package} {evidence.version} are known, and it is needed: {reason}"
+        )
+    if evidence.digest == known.after:
+        return Decision("already", reason)
+    if evidence.digest == known.before:
+        return Decision("apply", reason)
+    return Decision("conflict", _unknown(patch, evidence, known))
+
+
+def _unknown(patch: Patch, evidence: Evidence, known: Digests) -> str:
+    return (
+        f"{patch.file}: found sha256 {evidence.digest or 'of no file'}, wanted the original {known.before} "
+        f"or the patched {known.after}"
+    )
+
+
+def wanted_digest(patch: Patch, version: str, nvcc: str | None) -> str | None:
+    """sha256 that the patch's file should have in the end; None where the patch says nothing of this version."""
+    known = patch.digests.get(version)
+    if known is None:
+        return None
+    return known.after if bears_load(patch, version, nvcc)[0] else known.before
+
+
+def sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+PATCHES = {
+    patch.id: patch
+    for patch in (
+        Patch(
+            id="sglang-pipeline-first-layer",
+            title="a pipeline stage asks for its own first layer, not for layer 0",
+            package="sglang",
+            file="sglang/srt/layers/attention/triton_backend.py",
+            versions=">=0.5.10.post1,<0.5.18",
+            nvcc_below=None,
+            digests={
+                "0.5.12.post1": Digests(
+                    before="7ad7257d34d406c0bc396050aac81d2777c5c324779b159100e6d286becaa060",
+                    after="ef13953c075d8d7913a2a223cd52e5dddcb5061d0adf4958327297a71e61482c",
+                ),
+                "0.5.17": Digests(
+                    before="5b60f958359d03d742776c29bbb3cf412661a6b6cf0feec6da4886d922092fbe",
+                    after="71dff641472a27884473d59f76ab81a7d025b0097aa18de84d95442198031a00",
+                ),
+            },
+            old=(
+                "            self.v_head_dim = model_runner.token_to_kv_pool.get_value_buffer(0).shape[\n"
+                "                -1\n"
+                "            ]\n"
+            ),
+            new=(
+                "            self.v_head_dim = model_runner.token_to_kv_pool.get_value_buffer(\n"
+                "                model_runner.token_to_kv_pool.start_layer\n"
+                "            ).shape[-1]\n"
+            ),
+            retired_by="sglang 0.5.18 (sgl-project/sglang pull request 30340)",
+            shows="pp8 dies after a minute: IndexError: list index out of range, in triton_backend.py, on stages 2 to 7",
+            source="sglang/srt/mem_cache/memory_pool.py: get_value_buffer indexes by layer_id - start_layer",
+        ),
+        Patch(
+            id="flashinfer-empty-architectures",
+            title="the architecture check looks again when the first look found no GPU it could name",
+            package="flashinfer-python",
+            file="flashinfer/jit/core.py",
+            versions=">=0.6.7,<0.7.1",
+            nvcc_below="12.9",
+            digests={
+                "0.6.11.post1": Digests(
+                    before="9879a6f02b6be03654a8f2107ae28d64418658619a31f10cad6960596a1b9596",
+                    after="b620f1af73af7f62524295f2dbdb85f9046db9d3ce185edb5d0942f62f1d12c8",
+                ),
+                "0.6.15.post1": Digests(
+                    before="836f04a87bca0a36e86c04219aac2aabbe28d87c91a577584e81f8c59e4c7a7c",
+                    after="85582c79f4fcb036b5bc838bc66ba11bf80a8b2013f665e97c42b63c632fb721",
+                ),
+            },
+            old="    for major, minor in current_compilation_context.TARGET_CUDA_ARCHS:\n        if major >= 8:\n",
+            new=(
+                "    for major, minor in (\n"
+                "        current_compilation_context.TARGET_CUDA_ARCHS\n"
+                "        or CompilationContext().TARGET_CUDA_ARCHS\n"
+                "    ):\n"
+                "        if major >= 8:\n"
+            ),
+            retired_by="flashinfer 0.7.1, which takes nvcc 12.8 for sm_120 and looks again",
+            shows="RuntimeError: FlashInfer requires GPUs with sm75 or higher, on a Blackwell GPU",
+            source=(
+                "flashinfer/compilation_context.py: SM 12.x requires CUDA >= 12.9, swallowed into an empty set; "
+                "flashinfer-ai/flashinfer issues 3674 and 3675"
+            ),
+        ),
+    )
+}
