@@ -40,7 +40,9 @@ def _one_of(names: Any) -> Check:
 
 
 def _absolute_path(value: str) -> str | None:
-    good = value.startswith("/") and value != "/" and "/../" not in value + "/" and re.fullmatch(r"[\w@%+=:,./-]+", value)
+    good = (
+        value.startswith("/") and value != "/" and "/../" not in value + "/" and re.fullmatch(r"[\w@%+=:,./-]+", value)
+    )
     return None if good and not value.endswith("/") else "an absolute path, without '..', spaces or a slash at its end"
 
 
@@ -64,7 +66,9 @@ def _fingerprint(value: str) -> str | None:
 
 
 def _name(value: str) -> str | None:
-    return None if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,95}", value) else "letters, digits, '.', '_', '-' and '/'"
+    return (
+        None if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,95}", value) else "letters, digits, '.', '_', '-' and '/'"
+    )
 
 
 def _file(value: str) -> str | None:
@@ -81,49 +85,141 @@ KEYS = {
     for key in (
         Key("gpu", str, "The GPU model that the machine must have.", required=True, check=_one_of(GPU_MODELS)),
         Key("gpu_count", int, "How many of them it must have.", required=True, unit="GPUs", check=_between(1, 16)),
-        Key("weights_directory", str, "Where weights lie. Its file system must have room for all of them.",
-            required=True, check=_absolute_path),
+        Key(
+            "weights_directory",
+            str,
+            "Where weights lie. Its file system must have room for all of them.",
+            required=True,
+            check=_absolute_path,
+        ),
         Key("profile", str, "How the GPUs work together.", default="tp8", check=_one_of(profiles.PROFILES)),
-        Key("release", str, "The pinned set of software.", default=releases.DEFAULT_RELEASE,
-            check=_one_of(releases.RELEASES)),
+        Key(
+            "release",
+            str,
+            "The pinned set of software.",
+            default=releases.DEFAULT_RELEASE,
+            check=_one_of(releases.RELEASES),
+        ),
         Key("model", str, "The model to serve.", default="kimi-k2.6", check=_one_of(models.MODELS)),
-        Key("revision", str, "The model's commit on the hub. Default: the one that node/models.py pins.", check=_revision),
-        Key("manifest", str, "The manifest of the model's weights, on the controller. "
-            "Default: files/manifests/MODEL.json, which bin/pin writes.", check=_file),
-        Key("drafter", str, "The speculative drafter. Default: the first that fits the model, where the profile drafts.",
-            check=_one_of(models.DRAFTERS)),
-        Key("drafter_revision", str, "The drafter's commit on the hub. Default: the one that node/models.py pins.",
-            check=_revision),
-        Key("drafter_manifest", str, "The manifest of the drafter's weights. Default: files/manifests/DRAFTER.json.",
-            check=_file),
-        Key("speculative", str, "Speculative decoding. Default: what the profile says.",
-            check=_one_of(profiles.SPECULATIVE)),
-        Key("hub", str, "Where weights come from: the hub, or a mirror that answers like it.",
-            default="https://huggingface.co", check=_https),
-        Key("hub_token_file", str, "A file on the controller that holds a hub token, for gated repositories. "
-            "It reaches the node as a root-only file.", check=_file),
-        Key("api_key_file", str, "A file on the controller that holds the API key of the server. "
-            "Default: a key is made on the node, in /etc/kimi-nodes/keys.", check=_file),
+        Key(
+            "revision",
+            str,
+            "The model's commit on the hub. Default: the one that node/models.py pins.",
+            check=_revision,
+        ),
+        Key(
+            "manifest",
+            str,
+            "The manifest of the model's weights, on the controller. "
+            "Default: files/manifests/MODEL.json, which bin/pin writes.",
+            check=_file,
+        ),
+        Key(
+            "drafter",
+            str,
+            "The speculative drafter. Default: the first that fits the model, where the profile drafts.",
+            check=_one_of(models.DRAFTERS),
+        ),
+        Key(
+            "drafter_revision",
+            str,
+            "The drafter's commit on the hub. Default: the one that node/models.py pins.",
+            check=_revision,
+        ),
+        Key(
+            "drafter_manifest",
+            str,
+            "The manifest of the drafter's weights. Default: files/manifests/DRAFTER.json.",
+            check=_file,
+        ),
+        Key(
+            "speculative",
+            str,
+            "Speculative decoding. Default: what the profile says.",
+            check=_one_of(profiles.SPECULATIVE),
+        ),
+        Key(
+            "hub",
+            str,
+            "Where weights come from: the hub, or a mirror that answers like it.",
+            default="https://huggingface.co",
+            check=_https,
+        ),
+        Key(
+            "hub_token_file",
+            str,
+            "A file on the controller that holds a hub token, for gated repositories. "
+            "It reaches the node as a root-only file.",
+            check=_file,
+        ),
+        Key(
+            "api_key_file",
+            str,
+            "A file on the controller that holds the API key of the server. "
+            "Default: a key is made on the node, in /etc/kimi-nodes/keys.",
+            check=_file,
+        ),
         Key("served_model_name", str, "What clients call the model. Default: its key.", check=_name),
-        Key("port", int, "The server's port, on loopback.", default=30000, unit="TCP port", check=_between(1024, 65535)),
-        Key("nccl_port", int, "The port of torch's rendezvous store.", default=30100, unit="TCP port",
-            check=_between(1024, 65535)),
-        Key("context_length", int, "The longest context to accept. Default: the model's own.", unit="tokens",
-            check=_between(256, 10_000_000)),
+        Key(
+            "port", int, "The server's port, on loopback.", default=30000, unit="TCP port", check=_between(1024, 65535)
+        ),
+        Key(
+            "nccl_port",
+            int,
+            "The port of torch's rendezvous store.",
+            default=30100,
+            unit="TCP port",
+            check=_between(1024, 65535),
+        ),
+        Key(
+            "context_length",
+            int,
+            "The longest context to accept. Default: the model's own.",
+            unit="tokens",
+            check=_between(256, 10_000_000),
+        ),
         Key("kv_cache_dtype", str, "The type of the KV cache.", default="auto", check=_one_of(("auto", "fp8_e4m3"))),
-        Key("memory_fraction", float, "Share of GPU memory for weights and KV cache. Default: what node/memory.py finds.",
-            check=_between(0.3, 0.97)),
-        Key("max_running_requests", int, "Requests decoded at once. Default: the engine decides.", unit="requests",
-            check=_between(1, 4096)),
-        Key("start_timeout", int, "How long a start may take, weights load and first answer included.", default=3600,
-            unit="seconds", check=_between(60, 86_400)),
+        Key(
+            "memory_fraction",
+            float,
+            "Share of GPU memory for weights and KV cache. Default: what node/memory.py finds.",
+            check=_between(0.3, 0.97),
+        ),
+        Key(
+            "max_running_requests",
+            int,
+            "Requests decoded at once. Default: the engine decides.",
+            unit="requests",
+            check=_between(1, 4096),
+        ),
+        Key(
+            "start_timeout",
+            int,
+            "How long a start may take, weights load and first answer included.",
+            default=3600,
+            unit="seconds",
+            check=_between(60, 86_400),
+        ),
         Key("toolkits_beside", list, "CUDA toolkits to have beside the release's own.", default=[], check=_versions),
-        Key("cuda_repository", str, "NVIDIA's apt repository, or a mirror of it with the same folders.",
-            default=toolkits.DEFAULT_REPOSITORY, check=_https),
-        Key("cuda_repository_key", str, "Name of the key's file in that repository. Default: NVIDIA's for the system.",
-            check=_name),
-        Key("cuda_repository_fingerprint", str, "Fingerprint of that key. Default: NVIDIA's for the system.",
-            check=_fingerprint),
+        Key(
+            "cuda_repository",
+            str,
+            "NVIDIA's apt repository, or a mirror of it with the same folders.",
+            default=toolkits.DEFAULT_REPOSITORY,
+            check=_https,
+        ),
+        Key(
+            "cuda_repository_key",
+            str,
+            "Name of the key's file in that repository. Default: NVIDIA's for the system.",
+            check=_name,
+        ),
+        Key(
+            "cuda_repository_fingerprint",
+            str,
+            "Fingerprint of that key. Default: NVIDIA's for the system.",
+            check=_fingerprint,
+        ),
     )
 }
 
@@ -156,11 +252,15 @@ def read(data: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
             continue
         if not _is(value, key.type):
             found = f"{value!r} ({type(value).__name__})"
-            problems.append(Problem(f"inventory key {key.name}", found, _wanted(key), f"write {key.name} as {_form(key)}"))
+            problems.append(
+                Problem(f"inventory key {key.name}", found, _wanted(key), f"write {key.name} as {_form(key)}")
+            )
             continue
         wanted = key.check(value)
         if wanted:
-            problems.append(Problem(f"inventory key {key.name}", repr(value), wanted, f"change {key.name} in the group data"))
+            problems.append(
+                Problem(f"inventory key {key.name}", repr(value), wanted, f"change {key.name} in the group data")
+            )
     return values, problems
 
 

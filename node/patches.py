@@ -101,7 +101,8 @@ def decide(patch: Patch, evidence: Evidence) -> Decision:
         return Decision("not needed", reason)
     if known is None:
         return Decision(
-            "conflict", f"no digests of {patch.file} in {patch.package} {evidence.version} are known, and it is needed: {reason}"
+            "conflict",
+            f"no digests of {patch.file} in {patch.package} {evidence.version} are known, and it is needed: {reason}",
         )
     if evidence.digest == known.after:
         return Decision("already", reason)

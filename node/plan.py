@@ -277,11 +277,18 @@ def _layout_problems(values: dict[str, Any], profile: Profile, model: Model, dec
     compute = declared.gpus[0].compute_capability
     if model.device == "cuda" and compute not in BACKENDS:
         problems.append(
-            Problem("attention backend", f"compute capability {compute}", ", ".join(BACKENDS), "add it to node/profiles.py")
+            Problem(
+                "attention backend", f"compute capability {compute}", ", ".join(BACKENDS), "add it to node/profiles.py"
+            )
         )
     if values["port"] == values["nccl_port"]:
         problems.append(
-            Problem("inventory key nccl_port", f"{values['port']}, which is port too", "a port of its own", "change nccl_port")
+            Problem(
+                "inventory key nccl_port",
+                f"{values['port']}, which is port too",
+                "a port of its own",
+                "change nccl_port",
+            )
         )
     return problems
 
@@ -478,4 +485,3 @@ def _environment(
         **INTERCONNECT_ENVIRONMENT[interconnect],
         **profile.environment,
     }
-

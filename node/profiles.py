@@ -47,7 +47,9 @@ def _with_eager(profile: Profile) -> tuple[Profile, Profile]:
 _GRAPHS = (
     Profile("tp8", "every layer over all eight GPUs", tensor_parallel=8),
     Profile("pp8", "an eighth of the layers on each GPU", tensor_parallel=1, pipeline_parallel=8),
-    Profile("ep8", "attention over eight GPUs, 48 whole experts of each layer on each", tensor_parallel=8, expert_parallel=8),
+    Profile(
+        "ep8", "attention over eight GPUs, 48 whole experts of each layer on each", tensor_parallel=8, expert_parallel=8
+    ),
     Profile("ep4", "experts in four groups of two GPUs", tensor_parallel=8, expert_parallel=4),
     Profile("ep8-dflash", "ep8 with a DFlash drafter", tensor_parallel=8, expert_parallel=8, speculative="dflash"),
 )

@@ -153,6 +153,7 @@ _FLAGS: Mapping[str, str] = MappingProxyType(
         "chat_template": "--chat-template",
         "host": "--host",
         "port": "--port",
+        "nccl_port": "--nccl-port",
         "device": "--device",
         "random_seed": "--random-seed",
         "tensor_parallel": "--tp-size",

@@ -126,8 +126,11 @@ def main(arguments: list[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     if options.host and options.host not in hosts:
-        print(f"{options.host} is not in {options.inventory}, which has: {', '.join(hosts) or 'no host'}. "
-              f"Fix: name one of them", file=sys.stderr)
+        print(
+            f"{options.host} is not in {options.inventory}, which has: {', '.join(hosts) or 'no host'}. "
+            f"Fix: name one of them",
+            file=sys.stderr,
+        )
         return 2
     made: Mapping[str, Plan | list[Problem]] = {
         name: plan_module.make(name, data, read_file, None, system)

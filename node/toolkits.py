@@ -7,9 +7,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from node import layout
+
 ALTERNATIVE = "/usr/local/cuda"  # the link that NVIDIA's packages move; nothing of ours reads it
 KEYRING = "/usr/share/keyrings/kimi-nodes-cuda.gpg"
 SOURCE_LIST = "/etc/apt/sources.list.d/kimi-nodes-cuda.sources"
+PREFERENCES = "/etc/apt/preferences.d/kimi-nodes-cuda"  # keeps the release's toolkit at the versions that were proved
+RECEIPT = f"{layout.RECEIPTS}/cuda-toolkit.json"
+PROOF = f"{layout.TOOLS}/toolkit_proof.py"
 DEFAULT_REPOSITORY = "https://developer.download.nvidia.com/compute/cuda/repos"
 
 

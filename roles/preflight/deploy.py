@@ -46,7 +46,12 @@ def host_problems(found: dict[str, Any]) -> list[Problem]:
     problems = []
     if found["uid"] != 0:
         problems.append(
-            Problem("user on the host", f"uid {found['uid']}", "root", "set ssh_user to root, or _sudo to True, in the inventory")
+            Problem(
+                "user on the host",
+                f"uid {found['uid']}",
+                "root",
+                "set ssh_user to root, or _sudo to True, in the inventory",
+            )
         )
     if not found["systemd"]:
         problems.append(Problem("init system", "no systemd", "systemd", "use a machine that boots with systemd"))
@@ -62,4 +67,3 @@ def host_problems(found: dict[str, Any]) -> list[Problem]:
             )
         )
     return problems
-

@@ -13,6 +13,7 @@ from kit import on_host
 def probe(query_fields: list[str], weights_directory: str | None) -> dict[str, object]:
     """Raw texts for node.systems and node.hardware, and what the host is at all: {"system": ..., "hardware": ...}."""
     smi = "nvidia-smi"
+    query = _said(smi, f"--query-gpu={','.join(query_fields)}", "--format=csv")
     return {
         "uid": os.geteuid(),
         "systemd": Path("/run/systemd/system").is_dir(),
@@ -23,11 +24,12 @@ def probe(query_fields: list[str], weights_directory: str | None) -> dict[str, o
             "machine": platform.machine(),
         },
         "hardware": {
-            "query": _said(smi, f"--query-gpu={','.join(query_fields)}", "--format=csv"),
+            "query": query,
             "topology": _said(smi, "topo", "-m"),
-            "smi_q": _said(smi, "-q"),
+            # Older drivers do not know every field of the query, and then answer none of it.
+            "smi_q": "" if query.startswith(query_fields[0]) else _said(smi, "-q"),
             "nvlink": _said(smi, "nvlink", "-s"),
-            "lspci": _said("lspci", "-nn"),
+            "lspci": _said("lspci", "-nn") or _bus(),
         },
         "weights_file_system": _file_system(weights_directory) if weights_directory else None,
     }
@@ -39,6 +41,16 @@ def _said(*command: str) -> str:
         return ""
     found = on_host.run(command, timeout=120)
     return str(found["out"] if found["code"] == 0 else found["out"] + found["err"])
+
+
+def _bus() -> str:
+    """NVIDIA's display devices as `lspci -n` would list them, from sysfs: a bare machine has no lspci."""
+    lines = []
+    for device in sorted(Path("/sys/bus/pci/devices").glob("*")):
+        read = {name: (device / name).read_text().strip().removeprefix("0x") for name in ("vendor", "device", "class")}
+        if read["vendor"] == "10de" and read["class"].startswith("03"):
+            lines.append(f"{device.name} {read['class'][:4]}: {read['vendor']}:{read['device']}")
+    return "\n".join(lines)
 
 
 def _file_system(path: str) -> str:

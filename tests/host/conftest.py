@@ -36,7 +36,9 @@ OVERRIDES = pytest.StashKey[dict[str, Any]]()
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--inventory", help="the pyinfra inventory whose hosts are verified")
     parser.addoption("--limit", help="only hosts of this name, pattern or group")
-    parser.addoption("--data", action="append", default=[], metavar="KEY=VALUE", help="as pyinfra's: one key for all hosts")
+    parser.addoption(
+        "--data", action="append", default=[], metavar="KEY=VALUE", help="as pyinfra's: one key for all hosts"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -160,6 +162,4 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     terminalreporter.section("roles verified")
     for role, counts in sorted(roles.items()):
         verdict = "ok" if not counts["failed"] else "NOT AS PLANNED"
-        terminalreporter.write_line(
-            f"{role:20} {verdict:15} {counts['passed']} checks hold, {counts['failed']} do not"
-        )
+        terminalreporter.write_line(f"{role:20} {verdict:15} {counts['passed']} checks hold, {counts['failed']} do not")

@@ -21,4 +21,3 @@ def test_system_is_supported(observed: Observed) -> None:
     problems = systems.problems(observed.system)
     assert not problems, "\n".join(map(str, problems))
     assert observed.hardware.gpus, "no GPU is seen. Fix: nvidia-smi on the host tells why"
-

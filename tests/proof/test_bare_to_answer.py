@@ -103,7 +103,7 @@ BREAKS = (
     Break(
         "a byte of a weight is flipped and its time put back",
         "weights",
-        f"f={WEIGHTS}; t=$(stat -c %y $f); chmod u+w $f; printf Y | dd of=$f bs=1 seek=6000 conv=notrunc status=none; touch -d \"$t\" $f",
+        f'f={WEIGHTS}; t=$(stat -c %y $f); chmod u+w $f; printf Y | dd of=$f bs=1 seek=6000 conv=notrunc status=none; touch -d "$t" $f',
         (".safetensors", "Fix: "),
     ),
     Break(
@@ -172,5 +172,8 @@ def test_no_secret_is_in_any_output_of_a_deploy(node: Node) -> None:
     key = node.ssh(f"cat {layout.KEYS}/api-key")
     assert len(key) >= 32
     assert key not in node.deploy().output
-    found = node.ssh(f"grep -rlF {key} /etc /opt/kimi-nodes/tools /var/lib/kimi-nodes /run/systemd/system /proc/[0-9]*/cmdline 2>/dev/null", False)
+    found = node.ssh(
+        f"grep -rlF {key} /etc /opt/kimi-nodes/tools /var/lib/kimi-nodes /run/systemd/system /proc/[0-9]*/cmdline 2>/dev/null",
+        False,
+    )
     assert set(found.split()) <= {f"{layout.KEYS}/api-key", f"{layout.KEYS}/keys.yaml"}, found

@@ -29,14 +29,17 @@ def manifest(repository: str, revision: str) -> bytes:
 
 def reader(**changed: bytes) -> Callable[[str], bytes]:
     files = {f"files/manifests/{m.key}.json": manifest(m.repository, m.revision or "e" * 40) for m in MODELS.values()}
-    files |= {f"files/manifests/{d.key}.json": manifest(d.repository, d.revision or "d" * 40) for d in DRAFTERS.values()}
-    files |= {release.lock: release.name.encode() for release in RELEASES.values()}
+    files |= {
+        f"files/manifests/{d.key}.json": manifest(d.repository, d.revision or "d" * 40) for d in DRAFTERS.values()
+    }
     files |= changed
 
     def read(path: str) -> bytes:
-        if path not in files:
+        if path in files:
+            return files[path]
+        if "manifests" in path:
             raise FileNotFoundError(path)
-        return files[path]
+        return (PROJECT / path).read_bytes()
 
     return read
 
@@ -117,7 +120,9 @@ def test_the_digest_covers_what_a_release_is_made_of() -> None:
     assert planned({"profile": "pp8", "port": 30001}).paths.digest == one
     assert planned({"release": "sglang-0.5.12.post1"}).paths.digest != one
     assert planned({}, system=SYSTEMS[1].as_system()).paths.digest != one
-    made = make("gpu-1", GOOD, reader(**{RELEASES[DEFAULT_RELEASE].lock: b"other"}), None, DEBIAN12)
+    lock = RELEASES[DEFAULT_RELEASE].lock
+    other = (PROJECT / lock).read_bytes() + b"# another lock\n"
+    made = make("gpu-1", GOOD, reader(**{lock: other}), None, DEBIAN12)
     assert isinstance(made, Plan) and made.paths.digest != one
 
 
@@ -146,7 +151,9 @@ BAD = {
     "drafter without drafting": ({"drafter": "kimi-k2.6-dflash"}, "does not draft"),
     "drafter without revision": ({"profile": "ep8-dflash"}, "drafter_revision"),
     "gated drafter without token": (
-        {"profile": "ep8-dflash", "drafter": "kimi-k2.6-dflash"}, "hub_token_file: found nothing"),
+        {"profile": "ep8-dflash", "drafter": "kimi-k2.6-dflash"},
+        "hub_token_file: found nothing",
+    ),
     "toolkit nobody has": ({"toolkits_beside": ["11.8"]}, "toolkits_beside"),
     "profile of another device": ({"profile": "cpu"}, "a profile for cpu with model kimi-k2.6"),
     "context that does not fit": ({"context_length": 5_000_000}, "room for at least 5000000 tokens"),
@@ -170,7 +177,7 @@ def test_missing_and_wrong_manifests_are_told_with_the_command_that_writes_them(
     def none(path: str) -> bytes:
         if "manifests" in path:
             raise FileNotFoundError(path)
-        return b"lock"
+        return (PROJECT / path).read_bytes()
 
     (problem,) = refused(GOOD, none)
     assert "Fix: bin/pin kimi-k2.6 --revision b5aabbfb20227ed42becbf5541dbffd213942c58" in problem
@@ -204,6 +211,12 @@ def test_every_key_is_documented_with_type_and_use() -> None:
 def test_render_shows_everything_that_would_run() -> None:
     plan = planned({})
     page = text(plan)
-    for wanted in (plan.service.unit, "CUDA_HOME=/usr/local/cuda-13.0", "--tp-size 8", "tokens", plan.paths.environment):
+    for wanted in (
+        plan.service.unit,
+        "CUDA_HOME=/usr/local/cuda-13.0",
+        "--tp-size 8",
+        "tokens",
+        plan.paths.environment,
+    ):
         assert wanted in page
     assert json.loads(json.dumps(shown(plan)))["arguments"] == list(plan.service.arguments)
