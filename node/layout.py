@@ -91,8 +91,8 @@ class ReleasePaths:
 class WeightsPaths:
     """Where one repository's weights lie below the owner's weights directory.
 
-    A snapshot is `<directory>/<owner>/<name>/<revision>/`; it is either absent or whole, because it appears by one rename
-    out of `<directory>/.staging/`, which is on the same file system.
+    A snapshot is `<directory>/<owner>/<name>/<revision>/`; it is either absent or whole, because it appears by one
+    rename out of `<directory>/.staging/`, which is on the same file system.
     """
 
     directory: str
@@ -136,8 +136,8 @@ class WeightsPaths:
 
 @dataclass(frozen=True)
 class ServicePaths:
-    """What belongs to the service of one profile. `warmup_unit` compiles before it starts; `status` is what both say of their
-    progress, JSON, there only while they run."""
+    """What belongs to the service of one profile. `warmup_unit` compiles before it starts; `status` is what both say of
+    their progress, JSON, there only while they run."""
 
     profile: str
 

@@ -28,7 +28,8 @@ REPOSITORY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*"
 
 @dataclass(frozen=True)
 class File:
-    """One file: its path below the snapshot, its bytes, and the sha256 (64 hex) or git object id (40 hex) of its content."""
+    """One file: its path below the snapshot, its bytes, and the sha256 (64 hex) or git object id (40 hex) of its
+    content."""
 
     path: str
     bytes: int

@@ -1,6 +1,7 @@
 """Does it fit? Bytes of weights on each GPU, what is left for the KV cache, and the tokens that buys.
 
-The story's own arithmetic for pp8 (9 GB a layer: 63 to 72 GB a GPU, 24 to 33 GB left of 96) is `stages` with equal layers.
+The story's own arithmetic for pp8 (9 GB a layer: 63 to 72 GB a GPU, 24 to 33 GB left of 96) is `stages` with equal
+layers.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from node.profiles import Profile
 GIB = 1 << 30
 MIB = 1 << 20
 
-# What an engine needs beside weights and KV cache: CUDA contexts, NCCL buffers, activations of a prefill chunk, and captured
-# graphs. 0.85 of a 96 GB card was the most that held with Kimi K2.6 and its vision tower, 0.90 ran out (soulmachine, 2026-06).
+# What an engine needs beside weights and KV cache: CUDA contexts, NCCL buffers, activations of a prefill chunk, and
+# captured graphs. 0.85 of a 96 GB card was the most that held with Kimi K2.6 and its vision tower, 0.90 ran out
+# (soulmachine, 2026-06).
 RESERVE = {True: 14.3 * GIB, False: 11.0 * GIB}
 
 LEAST_KV_TOKENS = 32_768  # below this a server answers but is of no use: one long request fills it
@@ -26,7 +28,8 @@ BYTES_PER_KV_VALUE = {"auto": 2.0, "fp8_e4m3": 1.0}
 
 @dataclass(frozen=True)
 class GpuFit:
-    """One GPU (all in bytes): weights on it, what it keeps free for the engine, the KV cache, and the bytes a token takes."""
+    """One GPU (all in bytes): weights on it, what it keeps free for the engine, the KV cache, and the bytes a token
+    takes."""
 
     gpu: int
     memory: int
@@ -72,8 +75,9 @@ def stages(layers: int, pipeline_parallel: int) -> list[tuple[int, int]]:
 def weights_per_gpu(architecture: Architecture, profile: Profile, drafter: Drafter | None = None) -> list[int]:
     """Bytes of weights on each GPU of the profile.
 
-    Tensor parallelism divides every layer by tensor_parallel; expert parallelism moves whole experts and leaves the sum the
-    same. Of a pipeline, the first stage also holds the embedding and the vision tower, the last one the output head.
+    Tensor parallelism divides every layer by tensor_parallel; expert parallelism moves whole experts and leaves the sum
+    the same. Of a pipeline, the first stage also holds the embedding and the vision tower, the last one the output
+    head.
     """
     per_gpu: list[int] = []
     parts = stages(architecture.layers, profile.pipeline_parallel)
@@ -128,6 +132,6 @@ def problems(result: Fit, profile: Profile, context_length: int | None) -> list[
             f"memory of profile {profile.name}",
             f"room for {result.tokens} tokens ({result.lines()[tightest.gpu]})",
             f"room for at least {wanted} tokens",
-            "choose a profile that spreads the weights over more GPUs, kv_cache_dtype fp8_e4m3, or a shorter context_length",
+            "choose a profile that spreads weights over more GPUs, kv_cache_dtype fp8_e4m3, or a shorter context_length",
         )
     ]

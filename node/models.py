@@ -195,7 +195,8 @@ DRAFTERS = {
         Drafter(
             key="kimi-k2.6-dflash-tmp-long",
             repository="SubSir/Kimi-K2.6-DFlash-tmp-long",
-            revision=None,  # no public pin is known, and a personal "-tmp" repository can vanish: the owner pins and mirrors it
+            # No public pin is known, and a personal "-tmp" repository can vanish: the owner pins and mirrors it.
+            revision=None,
             algorithm="dflash",
             bytes=_DFLASH_BYTES,
             layers=6,

@@ -1,7 +1,8 @@
 """Source patches: what each cures, which files it may touch, and how it is known whether a release needs it.
 
-A patch is one exact edit of one file of one distribution. It is applied only to a file whose sha256 is the known original of
-a known version, and only where it bears load; a file that is neither the known original nor the known result stops the host.
+A patch is one exact edit of one file of one distribution. It is applied only to a file whose sha256 is the known
+original of a known version, and only where it bears load; a file that is neither the known original nor the known
+result stops the host.
 """
 
 from __future__ import annotations
@@ -29,10 +30,11 @@ class Digests:
 class Patch:
     """One edit.
 
-    id: as releases name it. package, file: the distribution, and the path below its site-packages. versions: PEP 440, those
-    that have the fault. nvcc_below: the fault shows only with a compiler older than this, or None when it does not depend on
-    it. digests: version -> sha256 before and after. old, new: the edit; old stands in the file exactly once.
-    retired_by: the upstream change that makes it needless. shows: what a user sees without it. source: who found what.
+    id: as releases name it. package, file: the distribution, and the path below its site-packages. versions: PEP 440,
+    those that have the fault. nvcc_below: the fault shows only with a compiler older than this, or None when it does
+    not depend on it. digests: version -> sha256 before and after. old, new: the edit; old stands in the file exactly
+    once. retired_by: the upstream change that makes it needless. shows: what a user sees without it. source: who found
+    what.
     """
 
     id: str
@@ -51,8 +53,8 @@ class Patch:
 
 @dataclass(frozen=True)
 class Evidence:
-    """What a host shows about a patch's file. version: of the package, None where it is not installed. digest: sha256 of the
-    file, None where there is none. nvcc: release of the toolkit's compiler, "13.0", None where it does not run.
+    """What a host shows about a patch's file. version: of the package, None where it is not installed. digest: sha256
+    of the file, None where there is none. nvcc: release of the toolkit's compiler, "13.0", None where it does not run.
     """
 
     version: str | None
@@ -161,7 +163,7 @@ PATCHES = {
                 "            ).shape[-1]\n"
             ),
             retired_by="sglang 0.5.18 (sgl-project/sglang pull request 30340)",
-            shows="pp8 dies after a minute: IndexError: list index out of range, in triton_backend.py, on stages 2 to 7",
+            shows="pp8 dies after a minute: IndexError: list index out of range, triton_backend.py, stages 2 to 7",
             source="sglang/srt/mem_cache/memory_pool.py: get_value_buffer indexes by layer_id - start_layer",
         ),
         Patch(

@@ -65,9 +65,9 @@ class Weights:
 class Service:
     """The server as systemd runs it.
 
-    unit: its name; conflicts: the units of every other profile. arguments: the whole argument vector but the key file, which
-    the unit adds from its credentials. environment: all that the process is given. architectures: FlashInfer's names of the
-    GPU architectures to warm, e.g. ("12.0f",). question: what readiness asks. start_timeout: seconds.
+    unit: its name; conflicts: the units of every other profile. arguments: the whole argument vector but the key file,
+    which the unit adds from its credentials. environment: all that the process is given. architectures: FlashInfer's
+    names of the GPU architectures to warm, e.g. ("12.0f",). question: what readiness asks. start_timeout: seconds.
     """
 
     unit: str
@@ -142,8 +142,8 @@ def make(
 ) -> Plan | list[Problem]:
     """Decide everything about a host, or say all that is wrong.
 
-    host: its name, for the Plan. data: its inventory data. read_file: for lock and manifests. observed: what the host said
-    of itself, or None to plan for the machine that the inventory declares, with `system` (default: Debian 12).
+    host: its name, for the Plan. data: its inventory data. read_file: for lock and manifests. observed: what the host
+    said of itself, or None to plan for the machine that the inventory declares, with `system` (default: Debian 12).
     """
     values, problems = inventory.read(data)
     declared = declared_hardware(data)
@@ -251,7 +251,7 @@ def _layout_problems(values: dict[str, Any], profile: Profile, model: Model, dec
             Problem(
                 f"profile {profile.name}",
                 f"{count} GPUs",
-                f"{profile.gpus} GPUs (tensor parallel {profile.tensor_parallel} x pipeline {profile.pipeline_parallel})",
+                f"{profile.gpus} GPUs (tensor {profile.tensor_parallel} x pipeline {profile.pipeline_parallel})",
                 "choose a profile for fewer GPUs, or mend gpu_count",
             )
         )

@@ -1,7 +1,7 @@
 """Profiles: how the GPUs of a node work together, as data. A new profile is a new entry here and nothing else.
 
-Options are named neutrally (`tensor_parallel`); a release's dialect turns them into flags. Sources: SGLang's own argument
-checks and facts measured with it; figures of the profiles are in docs/profiles.
+Options are named neutrally (`tensor_parallel`); a release's dialect turns them into flags. Sources: SGLang's own
+argument checks and facts measured with it; figures of the profiles are in docs/profiles.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ class Profile:
     """One layout of a model over GPUs.
 
     gpus = tensor_parallel x pipeline_parallel. expert_parallel divides tensor_parallel: each expert group of
-    tensor_parallel / expert_parallel GPUs holds 1 / expert_parallel of the experts, whole.
-    cuda_graphs: decode runs as captured graphs. devices: of the models that it can serve. options, environment: what it adds.
+    tensor_parallel / expert_parallel GPUs holds 1 / expert_parallel of the experts, whole. cuda_graphs: decode runs as
+    captured graphs. devices: of the models that it can serve. options, environment: what it adds.
     """
 
     name: str
@@ -77,8 +77,8 @@ PROFILES = {profile.name: profile for pair in map(_with_eager, _GRAPHS) for prof
 class Backends:
     """Which kernels serve multi-head latent attention on an architecture.
 
-    attention: SGLang's own default for Kimi K2 there (sm_120: triton; sm_100 and sm_103: trtllm_mla), written out so that a
-    new release cannot change it unseen. draft_attention: what DFLASH takes when the target's is none it can use.
+    attention: SGLang's own default for Kimi K2 there (sm_120: triton; sm_100 and sm_103: trtllm_mla), written out so
+    that a new release cannot change it unseen. draft_attention: what DFLASH takes when the target's is none it can use.
     """
 
     attention: str

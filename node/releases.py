@@ -1,7 +1,8 @@
-"""Releases: named, pinned sets of software, as data. A new release is one entry here, one lock file and one option list.
+"""Releases: named, pinned sets of software, as data. A new release is one entry here, one lock file and one option
+list.
 
-Sources: the metadata and the sources of each release's wheels; `files/locks/<name>.options.txt` is what the release's own
-argument parser prints, and the tests hold every flag of a dialect against it.
+Sources: the metadata and the sources of each release's wheels; `files/locks/<name>.options.txt` is what the release's
+own argument parser prints, and the tests hold every flag of a dialect against it.
 """
 
 from __future__ import annotations
@@ -32,17 +33,18 @@ class Advisory:
 class Release:
     """One set of software that is installed as a whole.
 
-    sglang ... triton: exact versions, also to be found in the lock. cuda_toolkit: key of `node.toolkits.TOOLKITS`, whose nvcc
-    and headers every just-in-time compiler of the release uses. minimum_nvcc: below it the release cannot compile for sm_120
-    unpatched. driver_floor: the oldest NVIDIA driver that runs the wheels' CUDA; under driver_recommended a warning is due.
-    pythons: minor versions that its wheels are made for. patches: ids in `node.patches.PATCHES` that are considered for it.
-    dialect: our neutral option names -> this release's flags. cache_environment: environment variable -> folder below the
-    release's own cache, one for everything that the release compiles.
-    cubins_in_lock: the kernels that NVIDIA ships compiled (trtllm-gen, needed on sm_100 and sm_103) are part of the lock;
-    otherwise they are fetched at first use unless they were laid down before. pipeline_fault: the Triton backend asks each
-    pipeline stage for layer 0. speculative: algorithms that the release takes. moe_runner_marlin: `marlin` may be named.
-    wheel_nvcc_directories: where the release's wheels put a compiler of their own below the environment. It has no lib64,
-    so it must never be the one in use; `{python}` is the minor version. Empty where they bring none.
+    sglang ... triton: exact versions, also to be found in the lock. cuda_toolkit: key of `node.toolkits.TOOLKITS`,
+    whose nvcc and headers every just-in-time compiler of the release uses. minimum_nvcc: below it the release cannot
+    compile for sm_120 unpatched. driver_floor: the oldest NVIDIA driver that runs the wheels' CUDA; under
+    driver_recommended a warning is due. pythons: minor versions that its wheels are made for. patches: ids in
+    `node.patches.PATCHES` that are considered for it. dialect: our neutral option names -> this release's flags.
+    cache_environment: environment variable -> folder below the release's own cache, one for everything that the release
+    compiles. cubins_in_lock: the kernels that NVIDIA ships compiled (trtllm-gen, needed on sm_100 and sm_103) are part
+    of the lock; otherwise they are fetched at first use unless they were laid down before. pipeline_fault: the Triton
+    backend asks each pipeline stage for layer 0. speculative: algorithms that the release takes. moe_runner_marlin:
+    `marlin` may be named. wheel_nvcc_directories: where the release's wheels put a compiler of their own below the
+    environment. It has no lib64, so it must never be the one in use; `{python}` is the minor version. Empty where they
+    bring none.
     """
 
     name: str
@@ -218,7 +220,7 @@ _CACHES: Mapping[str, str] = MappingProxyType(
 
 _LOGIT_PROCESSOR = Advisory(
     "CVE-2026-7304",
-    "--enable-custom-logit-processor runs pickled code out of a request (sampling/custom_logit_processor.py, dill.loads)",
+    "--enable-custom-logit-processor runs pickled code out of a request (custom_logit_processor.py, dill.loads)",
     "the flag is off by default and is never part of a plan",
 )
 _LORA_FROM_TENSORS = Advisory(
@@ -314,10 +316,11 @@ DEFAULT_RELEASE = "sglang-0.5.17"
 
 
 def digest(release: Release, lock_bytes: bytes, patched: Iterable[tuple[str, str]], toolkit: str, python: str) -> str:
-    """The name of the directory that a release is installed in: 16 hex digits that change with anything that goes into it.
+    """The name of the directory that a release is installed in: 16 hex digits that change with anything that goes into
+    it.
 
-    lock_bytes: the lock file as it is. patched: (patch id, sha256 of the patched file) for each patch that is applied; their
-    order does not matter. toolkit: "13.0". python: minor version, "3.12".
+    lock_bytes: the lock file as it is. patched: (patch id, sha256 of the patched file) for each patch that is applied;
+    their order does not matter. toolkit: "13.0". python: minor version, "3.12".
     """
     content = {
         "lock": hashlib.sha256(lock_bytes).hexdigest(),

@@ -1,7 +1,8 @@
 """Show what would run on a host, with no host touched: python -m node.render INVENTORY [--host H] [--json]
 
-The one module of node that reads anything: an inventory, through pyinfra in a child process, and the project's own locks and
-manifests. It plans for the machine that the inventory declares; --system says which operating system to plan for.
+The one module of node that reads anything: an inventory, through pyinfra in a child process, and the project's own
+locks and manifests. It plans for the machine that the inventory declares; --system says which operating system to plan
+for.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ def read_file(path: str) -> bytes:
 
 
 def inventory_data(inventory: str) -> dict[str, dict[str, Any]]:
-    """Host name -> its inventory data, pyinfra's own keys left out. Raises ValueError for an inventory that cannot be read."""
+    """Host name -> its inventory data, pyinfra's own keys left out. Raises ValueError for an inventory that cannot be
+    read."""
     command = [sys.executable, "-m", "kit.inventory", inventory]
     found = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, check=False)
     if found.returncode != 0:

@@ -80,11 +80,12 @@ TOOLKITS = {
             nvcc="13.0",
             package="cuda-toolkit-13-0",
             apt_version="13.0.2-1",
-            # FlashInfer's sampling sources include these (facts: flashinfer 0.6.12, csrc/sampling.cu and what it includes)
+            # FlashInfer's sampling sources include these (facts: flashinfer 0.6.12, csrc/sampling.cu and what it
+            # includes)
             headers=("cuda.h", "cuda_runtime.h", "curand.h", "curand_kernel.h", "curand_philox4x32_x.h"),
             libraries=("libcudart.so", "stubs/libcuda.so"),
             compiles_with=("cuda_runtime.h", "curand.h"),
-            max_glibc="2.41",  # glibc 2.42 declares rsqrt(), which crt/math_functions.h declares otherwise (NixOS 512796)
+            max_glibc="2.41",  # glibc 2.42 declares rsqrt(), crt/math_functions.h declares it otherwise (NixOS 512796)
         ),
         Toolkit(
             version="12.8",

@@ -2,8 +2,8 @@
 
     pytest tests/host --inventory inventory/pro6000.py [--limit NAME-OR-GROUP]     over ssh, from the controller
 
-Each test gets `host` (testinfra) and `plan` (node.plan.Plan), made from the same inventory data and from what the host says
-of itself now, so that nothing here restates a path or a version.
+Each test gets `host` (testinfra) and `plan` (node.plan.Plan), made from the same inventory data and from what the host
+says of itself now, so that nothing here restates a path or a version.
 """
 
 from __future__ import annotations
@@ -79,7 +79,8 @@ def _override(text: str) -> tuple[str, Any]:
 
 
 def ssh_config(entries: Mapping[str, HostEntry], folder: Path) -> str:
-    """The inventory's ssh settings for the ssh program. testinfra connects anew for each command unless a ControlPath is set."""
+    """The inventory's ssh settings for the ssh program. testinfra connects anew for each command unless a ControlPath
+    is set."""
     names = {
         "ssh_hostname": "HostName",
         "ssh_user": "User",
@@ -139,8 +140,8 @@ def observed(host: Any, data: dict[str, Any]) -> Observed:
 
 @pytest.fixture(scope="session")
 def plan(entry: HostEntry, data: dict[str, Any], observed: Observed) -> Plan:
-    """The Plan of the host. Where the host is not what it should be, the Plan for what it should be: the other tests then still
-    say what is missing, and test_preflight says why."""
+    """The Plan of the host. Where the host is not what it should be, the Plan for what it should be: the other tests
+    then still say what is missing, and test_preflight says why."""
     made = plan_module.make(entry.name, data, read_file, observed)
     if isinstance(made, list):
         made = plan_module.make(entry.name, data, read_file, None, observed.system)

@@ -9,7 +9,8 @@ from node.plan import Observed, Plan, declared_hardware
 
 
 def test_machine_is_the_declared_one(data: dict[str, Any], observed: Observed, plan: Plan) -> None:
-    """Seven of eight GPUs, a GPU off the fabric or an old driver leave every service green and every answer slow or wrong."""
+    """Seven of eight GPUs, a GPU off the fabric or an old driver leave every service green and every answer slow or
+    wrong."""
     declared = declared_hardware(data)
     assert declared is not None
     problems = hardware.disagreements(observed.hardware, declared, plan.release.driver_floor)

@@ -1,4 +1,5 @@
-"""The whole way, driven as a user drives it: pyinfra and pytest as child processes, a lab machine looked at over ssh."""
+"""The whole way, driven as a user drives it: pyinfra and pytest as child processes, a lab machine looked at over
+ssh."""
 
 from __future__ import annotations
 

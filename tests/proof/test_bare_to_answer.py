@@ -18,7 +18,8 @@ MOST_COMMANDS = 25  # of a deploy that changes nothing, whatever the round-trip 
 
 
 def test_the_verify_suite_fails_on_an_empty_host_in_every_file(node: Node) -> None:
-    """A suite that is content with nothing proves nothing. Preflight is the exception: the machine itself is as declared."""
+    """A suite that is content with nothing proves nothing. Preflight is the exception: the machine itself is as
+    declared."""
     files = {path.name for path in (PROJECT / "tests/host").glob("test_*.py")} - {"test_preflight.py"}
     verified = node.verify()
     assert {name.split("::")[0] for name in verified.failed} >= files, verified.output
@@ -56,7 +57,8 @@ def test_the_second_deploy_changes_nothing(node: Node) -> None:
 class Break:
     """One state broken on purpose. do: shell, on the machine. role: whose verify file must fail, saying `named`.
 
-    refused: what deploy says when it must not repair this by itself, and mend: what its Fix tells to do. Otherwise it repairs.
+    refused: what deploy says when it must not repair this by itself, and mend: what its Fix tells to do. Otherwise it
+    repairs.
     """
 
     name: str
@@ -172,8 +174,6 @@ def test_no_secret_is_in_any_output_of_a_deploy(node: Node) -> None:
     key = node.ssh(f"cat {layout.KEYS}/api-key")
     assert len(key) >= 32
     assert key not in node.deploy().output
-    found = node.ssh(
-        f"grep -rlF {key} /etc /opt/kimi-nodes/tools /var/lib/kimi-nodes /run/systemd/system /proc/[0-9]*/cmdline 2>/dev/null",
-        False,
-    )
+    places = "/etc /opt/kimi-nodes/tools /var/lib/kimi-nodes /run/systemd/system /proc/[0-9]*/cmdline"
+    found = node.ssh(f"grep -rlF {key} {places} 2>/dev/null", check=False)
     assert set(found.split()) <= {f"{layout.KEYS}/api-key", f"{layout.KEYS}/keys.yaml"}, found

@@ -41,7 +41,8 @@ def test_pp8_by_the_storys_arithmetic() -> None:
 
 
 def test_pp8_by_the_models_bytes_agrees_with_the_story() -> None:
-    """The same layout in true bytes, without the embedding of the first and the head of the last stage, within 5 percent."""
+    """The same layout in true bytes, without the embedding of the first and the head of the last stage, within 5
+    percent."""
     weights = [used / GIB for used in weights_per_gpu(KIMI_K26_ARCHITECTURE, PROFILES["pp8"])]
     middle = weights[1:-1]
     assert min(middle) == pytest.approx(63, rel=0.05)
