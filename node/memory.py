@@ -132,6 +132,6 @@ def problems(result: Fit, profile: Profile, context_length: int | None) -> list[
             f"memory of profile {profile.name}",
             f"room for {result.tokens} tokens ({result.lines()[tightest.gpu]})",
             f"room for at least {wanted} tokens",
-            "choose a profile that spreads weights over more GPUs, kv_cache_dtype fp8_e4m3, or a shorter context_length",
+            "choose a profile that spreads weights wider, kv_cache_dtype fp8_e4m3, or a shorter context_length",
         )
     ]

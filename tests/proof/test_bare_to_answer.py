@@ -105,7 +105,8 @@ BREAKS = (
     Break(
         "a byte of a weight is flipped and its time put back",
         "weights",
-        f'f={WEIGHTS}; t=$(stat -c %y $f); chmod u+w $f; printf Y | dd of=$f bs=1 seek=6000 conv=notrunc status=none; touch -d "$t" $f',
+        f"f={WEIGHTS}; t=$(stat -c %y $f); chmod u+w $f; "
+        'printf Y | dd of=$f bs=1 seek=6000 conv=notrunc status=none; touch -d "$t" $f',
         (".safetensors", "Fix: "),
     ),
     Break(
