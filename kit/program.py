@@ -84,7 +84,7 @@ def probe_command(source: Path, arguments: Mapping[str, Any]) -> StringCommand:
     source is too large to send.
     """
     return StringCommand(
-        "if command -v python3 >/dev/null 2>&1; then python3 -I -c",
+        "if command -v python3 >/dev/null 2>&1; then python3 -I -X utf8 -c",
         QuoteString(_LOAD.format(probing=1).strip() + _PROBE),
         _payload(source, arguments),
         "; else echo",
@@ -101,7 +101,7 @@ def act_command(
     `shown` are words for the operator's eye, put at the end of the command so that -vv says what it is about.
     """
     return StringCommand(
-        "python3 -I -c",
+        "python3 -I -X utf8 -c",
         QuoteString(_LOAD.format(probing=0).strip() + _ACT),
         _payload(source, arguments),
         *(QuoteString(word) for word in shown),

@@ -55,13 +55,17 @@ def report(host: Host, refusal: Refusal) -> None:
 def fail_now(host: Host, refusal: Refusal) -> None:
     """Print a refusal and take the host out of the run, in Prepare.
 
-    `State.fail_hosts` would ask the operator a question for each host under --dry; so its two sets are kept here.
-    Raises PyinfraError when this was the last host: there is nothing left to do, and pyinfra exits 1.
+    Where pyinfra is to ask the operator about failed hosts, as under --dry, `State.fail_hosts` would ask for each of
+    them now; so its two sets are kept here. Raises PyinfraError, and pyinfra exits 1, when this was the last host or
+    more have failed than --fail-percent allows.
     """
     report(host, refusal)
-    host.state.failed_hosts.add(host)
-    host.state.active_hosts.discard(host)
-    if not host.state.active_hosts:
+    state = host.state
+    state.failed_hosts.add(host)
+    state.active_hosts.discard(host)
+    if state.active_hosts and state.should_raise_failed_hosts is None:
+        state.fail_hosts({host})  # type: ignore[no-untyped-call]
+    if not state.active_hosts:
         raise PyinfraError("no host is left to work on: nothing was changed by this step or any after it")
 
 

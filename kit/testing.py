@@ -105,7 +105,7 @@ class _Host:
     print_prefix = "[test] "
     in_op = False
 
-    def __init__(self, facts: Mapping[type, Any], result: Result, data: Mapping[str, Any]):
+    def __init__(self, facts: Mapping[Any, Any], result: Result, data: Mapping[str, Any]):
         self._facts, self._result = facts, result
         self.data = SimpleNamespace(**data)
         self.state = SimpleNamespace(
@@ -133,7 +133,7 @@ class _Host:
 def prepare(
     operation: Any,
     arguments: Mapping[str, Any] | None = None,
-    facts: Mapping[type, Any] | None = None,
+    facts: Mapping[Any, Any] | None = None,
     data: Mapping[str, Any] | None = None,
 ) -> Result:
     """Run an operation's generator (`kit.role.operation`, or a plain one) as in Execute, against these facts."""

@@ -148,7 +148,7 @@ def test_a_host_with_an_old_python_says_so(tmp_path: Path) -> None:
         "#!/bin/sh\nexec /usr/bin/env -S PATH=/usr/bin:/bin:/usr/local/bin python3 - \"$@\" <<'E'\n"
         "import sys\n"
         "class Old(tuple):\n    pass\n"
-        "code = sys.argv[3]\n"
+        "code = sys.argv[sys.argv.index('-c') + 1]\n"
         "sys.version_info = (3, 8, 10)\nsys.version = '3.8.10 (stand-in)'\n"
         "exec(code)\nE\n"
     )

@@ -120,6 +120,13 @@ def test_the_last_host_refused_ends_the_run_with_nothing_done(project: Project) 
     assert not list(project.folder.glob("local-*"))
 
 
+def test_fail_percent_counts_refused_hosts(project: Project) -> None:
+    done = project.run("-y", "--fail-percent", "30", inventory=inventory(project, problems=PROBLEMS))
+    assert done.code == 1
+    assert "Over 30% of hosts failed (33%)" in done.err
+    assert not list(project.folder.glob("local-*"))
+
+
 def test_without_problems_all_hosts_go_through_all_roles_and_exit_0(project: Project) -> None:
     done = project.run("-y", inventory=inventory(project))
     assert done.code == 0
