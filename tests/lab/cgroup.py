@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -13,7 +14,7 @@ from tests.lab.shell import LabError
 
 ROOT = "kimi-nodes-lab"
 HIERARCHIES = {"name=systemd", "memory", "pids"}
-"""On cgroup v1 and on the hybrid of both: enough for systemd in the guest, for counting memory and for finding processes."""
+"""On cgroup v1 and the hybrid of both: enough for systemd in the guest, for counting memory, for finding processes."""
 
 
 def hierarchies() -> Iterator[Path]:
@@ -48,10 +49,8 @@ def processes(lab: Lab, member: str = "") -> set[int]:
     found: set[int] = set()
     for folder in folders(lab, member):
         for file in folder.rglob("cgroup.procs"):
-            try:
+            with contextlib.suppress(OSError):  # a cgroup that went away meanwhile has no processes
                 found.update(int(line) for line in file.read_text().split())
-            except OSError:  # a cgroup that went away meanwhile has no processes
-                pass
     return found
 
 
@@ -72,10 +71,8 @@ def kill(lab: Lab, member: str, limit_s: float = 20) -> None:
         if time.monotonic() > end:
             raise LabError(f"{lab.name} {member}: processes {sorted(left)} outlive SIGKILL", fix="see /proc/PID/stack")
         for process in sorted(left):
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
         time.sleep(0.02)
     for folder in folders(lab, member):
         remove(folder)
@@ -96,7 +93,5 @@ def remove(folder: Path) -> None:
 def remove_lab(lab: Lab) -> None:
     for folder in folders(lab):
         remove(folder)
-        try:
+        with contextlib.suppress(OSError):  # another lab's are in there, or it is gone
             os.rmdir(folder.parent)
-        except OSError:  # another lab's are in there, or it is gone
-            pass

@@ -1,9 +1,10 @@
 """bin/lab: throw-away machines for this project. Needs root.
 
   bin/lab build [--suite bookworm|trixie]    what machines and services are made of; takes a minute or two, once
-  bin/lab up N | h1 h3 [--suite S] [--gpus JSON]    machines, ready for ssh in seconds (builds first where that is needed)
+  bin/lab up N | h1 h3 [--suite S] [--gpus JSON]    machines, ready for ssh in seconds (builds first where needed)
   bin/lab ls                                 machines, addresses, processes, memory, disk
   bin/lab ssh h1 [COMMAND ...]
+  bin/lab ask h1                             the known question to the model served there, and its answer
   bin/lab reset h1 ...                       back to the template: everything written is dropped
   bin/lab poweroff h1 ...                    a clean shutdown; the disk stays, `up h1` boots it again
   bin/lab cut h1 | heal h1                   a dead link (packets vanish both ways) | the link again
@@ -18,6 +19,7 @@ KIMI_NODES_LAB names the lab (lab), KIMI_NODES_LAB_NETWORK its network (10.77.0)
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import secrets
@@ -34,6 +36,7 @@ from tests.lab import (
     machine,
     network,
     nvidia_repository,
+    served,
     services,
     settings,
     ssh_client,
@@ -59,12 +62,13 @@ def build(lab: Lab, suite: str) -> None:
         ("tiny model", lambda: tiny_model.build(lab)),
     ]
     if not is_built(lab, suite):
-        controller.require_disk(lab.parts, controller.BUILD_BYTES, "building the lab")
-    template.identity(lab)
-    for what, step in steps:
-        start = time.monotonic()
-        step()
-        print(f"{what}: {time.monotonic() - start:.1f} s", flush=True)
+        controller.require_disk_for_a_release(lab, controller.BUILD_BYTES)
+    with lock(lab.parts / ".build.lock"):  # a second builder waits, then finds all made
+        template.identity(lab)
+        for what, step in steps:
+            start = time.monotonic()
+            step()
+            print(f"{what}: {time.monotonic() - start:.1f} s", flush=True)
     print(f"built in {time.monotonic() - began:.1f} s")
 
 
@@ -76,6 +80,8 @@ def up(lab: Lab, names: list[str], suite: str, gpus: dict[str, object] | None) -
     controller.install_packages()
     if not is_built(lab, suite):
         build(lab, suite)
+    elif not set(names) <= set(machine.names(lab)):
+        controller.require_disk_for_a_release(lab)
     began = time.monotonic()
     with lock(LOCK):
         lab.machines.mkdir(parents=True, exist_ok=True)
@@ -152,10 +158,8 @@ def disk_bytes(folder: Path) -> int:
     total = 0
     for place, _, files in os.walk(folder):
         for file in files:
-            try:
+            with contextlib.suppress(OSError):
                 total += os.lstat(os.path.join(place, file)).st_blocks * 512
-            except OSError:
-                pass
     return total
 
 
@@ -231,8 +235,8 @@ def main(arguments: list[str]) -> int:
     )
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     counts: tuple[tuple[str, int | str], ...] = (
-        ("build", 0), ("up", "+"), ("down", "*"), ("reset", "+"), ("ls", 0), ("poweroff", "+"), ("cut", "+"), ("heal", "+"),
-        ("ssh", argparse.REMAINDER), ("gpus", 2), ("hub", "*"),
+        ("build", 0), ("up", "+"), ("down", "*"), ("reset", "+"), ("ls", 0), ("poweroff", "+"), ("cut", "+"),
+        ("heal", "+"), ("ssh", argparse.REMAINDER), ("gpus", 2), ("hub", "*"), ("ask", 1),
     )  # fmt: skip
     for verb, count in counts:
         sub = verbs.add_parser(verb)
@@ -272,6 +276,8 @@ def act(lab: Lab, options: argparse.Namespace, words: list[str]) -> None:
         hub_command(lab, words)
     elif verb == "gpus":
         machine.describe_gpus(lab, existing(lab, words[:1])[0], gpus_of(words[1]) or {})
+    elif verb == "ask":
+        served.ask(lab, existing(lab, words)[0])
     elif verb == "ssh":
         existing(lab, words[:1])
         os.execvp("ssh", ["ssh", "-F", str(lab.ssh_config), *words])

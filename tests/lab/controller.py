@@ -28,9 +28,11 @@ PACKAGES = {
 }
 """Program -> the Debian package that has it."""
 BUILD_BYTES = 3 * 10**9
-"""Free disk wanted before the first byte of a build: wheels 0.4, packages 0.6, template 0.4 each, and room."""
-RELEASE_BYTES = 24 * 10**9
-"""Free disk wanted before a machine takes a whole release: 8.5 installed, 6.3 of download cache, toolkits, JIT caches."""
+"""What a build wants free: wheels 0.4 GB, packages 0.4, a template of 0.4 for each suite, and room."""
+RELEASE_BYTES = 13 * 10**9
+"""What a machine that takes a whole release wants free: 8.5 GB of release, 2 of toolkits and compilers, JIT caches."""
+DOWNLOADS_BYTES = 7 * 10**9
+"""What uv keeps of a release's downloads, once for all machines."""
 
 
 def require_root() -> None:
@@ -64,6 +66,12 @@ def require_disk(folder: Path, wanted: int, what_for: str) -> None:
             f"{existing}: {free / 1e9:.1f} GB free, {what_for} wants {wanted / 1e9:.0f} GB",
             fix="free some disk, or name a folder on a larger one: KIMI_NODES_CACHE=/large/disk bin/lab ...",
         )
+
+
+def require_disk_for_a_release(lab: Lab, more: int = 0) -> None:
+    """Room for one machine with a whole release; less where uv has its downloads already. more: bytes wanted beside."""
+    warm = lab.uv_cache.is_dir() and any(lab.uv_cache.glob("archive-v*/*"))
+    require_disk(lab.parts, RELEASE_BYTES + (0 if warm else DOWNLOADS_BYTES) + more, "a machine with a whole release")
 
 
 def require_overlay(lab: Lab) -> None:

@@ -20,14 +20,15 @@ def build(
     depends: Sequence[str] = (),
     scripts: Mapping[str, str] | None = None,
 ) -> Path:
-    """Pack `tree` (consumed) into out/<name>_<version>_<architecture>.deb. scripts: maintainer script -> its shell text."""
+    """Pack `tree` (consumed) into out/<name>_<version>_<architecture>.deb. scripts: maintainer script -> its text."""
     control = tree / "DEBIAN"
     control.mkdir(parents=True)
     size = sum(file.stat().st_size for file in tree.rglob("*") if file.is_file() and not file.is_symlink()) // 1024
     needs = f"Depends: {', '.join(depends)}\n" if depends else ""
     (control / "control").write_text(
-        f"Package: {name}\nVersion: {version}\nArchitecture: {architecture}\nMaintainer: lab stand-in <nobody@localhost>\n"
-        f"Installed-Size: {size}\nSection: devel\nPriority: optional\n{needs}Description: {description}\n"
+        f"Package: {name}\nVersion: {version}\nArchitecture: {architecture}\n"
+        f"Maintainer: lab stand-in <nobody@localhost>\nInstalled-Size: {size}\n"
+        f"Section: devel\nPriority: optional\n{needs}Description: {description}\n"
     )
     for script, text in (scripts or {}).items():
         (control / script).write_text(text)

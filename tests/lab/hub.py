@@ -1,8 +1,8 @@
 """A stand-in for the Hugging Face hub, spoken to by the real clients: huggingface_hub, aria2, curl.
 
-<root>/<owner>/<name>/<files> is a model repository of one revision: a sha1 over its listing. Safetensors and files
-of 1 MiB or more are LFS files with a sha256, others git blobs with git's sha1, as on the hub. LFS files are handed out by a second host
-under a signed address that expires. Not spoken: Xet, upload, datasets, branches other than main.
+<root>/<owner>/<name>/<files> is a model repository of one revision: a sha1 over its listing. Safetensors and files of
+1 MiB or more are LFS files with a sha256, others git blobs with git's sha1, as on the hub. LFS files are handed out by
+a second host under a signed address that expires. Not spoken: Xet, upload, datasets, branches other than main.
 
 What goes wrong is decided by a control file, read again whenever it changes:
 

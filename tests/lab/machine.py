@@ -44,7 +44,7 @@ def mounted(path: Path) -> bool:
 
 
 def start(lab: Lab, name: str, suite: str, gpus: dict[str, object] | None = None) -> None:
-    """Create the machine unless it exists, then mount, plug in and boot what is not running. Returns before ssh answers."""
+    """Create the machine unless it exists, then mount, plug in and boot what is not. Returns before ssh answers."""
     place = folder(lab, name)
     if not (place / "machine.json").exists():
         _create(lab, name, suite)

@@ -1,10 +1,10 @@
 """Cut .deb packages named and laid out like NVIDIA's from NVIDIA's CUDA wheels.
 
-Names, versions, dependency order, alternatives and ld.so.conf files follow NVIDIA's packages as public package lists and
-apt logs show them; the exact Depends lines are inferred from install order. Contents are the wheels' own. What no wheel has
-is made here and says so: the libcuda link stub, the development links of libraries, nvcc 12.8 (stand_ins/nvcc-12.8).
-Left out: cublas (its wheel is several times all the others together; nothing of the sampling kernels includes it), cufft,
-cusolver, cusparse, nsight.
+Names, versions, dependency order, alternatives and ld.so.conf files follow NVIDIA's packages as public package lists
+and apt logs show them; the exact Depends lines are inferred from install order. Contents are the wheels' own. What no
+wheel has is made here and says so: the libcuda link stub, the development links of libraries, nvcc 12.8
+(stand_ins/nvcc-12.8). Left out: cublas (its wheel is larger than all the others together, and nothing of the sampling
+kernels includes it), cufft, cusolver, cusparse, nsight.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class Toolkit:
 class Package:
     """name, the component whose version it has, depends.
 
-    files: (component whose wheel it is, pattern, folder in the tree). The pattern is matched at the start of a path in the
-    wheel; what follows the match is the path below the folder.
+    files: (component whose wheel it is, pattern, folder in the tree). The pattern is matched at the start of a path in
+    the wheel; what follows the match is the path below the folder.
     """
 
     name: str
@@ -97,21 +97,22 @@ def packages(kit: Toolkit) -> list[Package]:
     """Every package of a toolkit, in the order NVIDIA's install."""
     s, has_nvrtc = kit.suffix, "nvrtc" in kit.wheels
     nvvm = f"cuda-nvvm-{s}" if kit.major == "12" else f"libnvvm-{s}"  # renamed in 13.0
+    major_config = f"cuda-toolkit-{kit.major}-config-common"
     libraries = [f"cuda-cudart-{s}", f"libcurand-{s}"] + [f"cuda-nvrtc-{s}"] * has_nvrtc
     development = [f"cuda-cccl-{s}", f"cuda-cudart-dev-{s}", f"cuda-driver-dev-{s}", f"cuda-profiler-api-{s}"]
     development += [f"cuda-nvrtc-dev-{s}"] * has_nvrtc + [f"libcurand-dev-{s}"]
     shared_object = r"lib/(?=[^/]*\.so\.[.\d]+$)(?![^/]*\.alt\.)"  # nvrtc brings a second build of itself
     found = [
         Package("cuda-toolkit-config-common", "runtime", architecture="all"),
-        Package(f"cuda-toolkit-{kit.major}-config-common", "runtime", ("cuda-toolkit-config-common",), architecture="all"),
-        Package(
-            f"cuda-toolkit-{s}-config-common", "runtime", (f"cuda-toolkit-{kit.major}-config-common",), architecture="all"
-        ),
+        Package(major_config, "runtime", ("cuda-toolkit-config-common",), architecture="all"),
+        Package(f"cuda-toolkit-{s}-config-common", "runtime", (major_config,), architecture="all"),
         Package(
             f"cuda-cudart-{s}", "runtime", (f"cuda-toolkit-{s}-config-common",), (("runtime", shared_object, LIBRARY),)
         ),
         Package(f"cuda-driver-dev-{s}", "runtime"),
-        Package(f"cuda-cccl-{s}", "cccl", (), (("cccl", "include/", INCLUDE), ("cccl", "lib/cmake/", f"{LIBRARY}/cmake"))),
+        Package(
+            f"cuda-cccl-{s}", "cccl", (), (("cccl", "include/", INCLUDE), ("cccl", "lib/cmake/", f"{LIBRARY}/cmake"))
+        ),
         Package(
             f"cuda-cudart-dev-{s}", "runtime", (f"cuda-cudart-{s}", f"cuda-driver-dev-{s}", f"cuda-cccl-{s}"),
             (("runtime", "include/(?!crt/)", INCLUDE), ("runtime", r"lib/(?=.*\.a$)", LIBRARY)),
@@ -121,7 +122,10 @@ def packages(kit: Toolkit) -> list[Package]:
         ),
         Package(
             nvvm, "nvvm", (),
-            (("nvvm", "nvvm/", "nvvm"), ("nvvm", "lib/(?=libnvvm)", "nvvm/lib64"), ("nvvm", r"include/(?=nvvm\.h$)", "nvvm/include")),
+            (
+                ("nvvm", "nvvm/", "nvvm"), ("nvvm", "lib/(?=libnvvm)", "nvvm/lib64"),
+                ("nvvm", r"include/(?=nvvm\.h$)", "nvvm/include"),
+            ),
         ),
         Package(
             f"cuda-nvcc-{s}", "nvcc", ("build-essential", f"cuda-crt-{s}", nvvm, f"cuda-cudart-dev-{s}"),
@@ -265,6 +269,7 @@ def _scripts(kit: Toolkit, name: str) -> dict[str, str]:
     install = [f"update-alternatives --install {link} {group} /{kit.prefix} {kit.priority}\n" for link, group in links]
     remove = [f"update-alternatives --remove {group} /{kit.prefix}\n" for _, group in links]
     return {
-        "postinst": f"#!/bin/sh\nset -e\necho 'Setting alternatives'\nmkdir -p /{kit.prefix}\n{''.join(install)}ldconfig\n",
+        "postinst": f"#!/bin/sh\nset -e\necho 'Setting alternatives'\nmkdir -p /{kit.prefix}\n"
+        f"{''.join(install)}ldconfig\n",
         "prerm": f'#!/bin/sh\nset -e\n[ "$1" = remove ] || exit 0\n{"".join(remove)}',
     }

@@ -2,7 +2,7 @@
 
 compute/cuda/repos/<debian12|debian13>/x86_64/{*.deb, Packages, Packages.gz, Release, InRelease, Release.gpg, <key>.pub,
 cuda-keyring_1.1-1_all.deb}. Signed by a key of the lab's own: its fingerprint is data of the lab's inventory, as
-NVIDIA's is of a real one. The public key lies there under its own name and under NVIDIA's (3bf863cc.pub).
+NVIDIA's is of a real one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from tests.lab.shell import key_of, made, run
 
 HOST = "https://developer.download.nvidia.com"
 PATH = "compute/cuda/repos"
-NVIDIAS_KEY_FILE = "3bf863cc.pub"
+NVIDIAS_KEY_FILES = {"debian12": "3bf863cc.pub", "debian13": "8793F200.pub"}
+"""The names under which a node looks for NVIDIA's key. Here they hold the lab's, which must be refused as NVIDIA's."""
 PIN = (
     "Package: nsight-compute\nPin: origin *ubuntu.com*\nPin-Priority: -1\n\n"
     "Package: nsight-systems\nPin: origin *ubuntu.com*\nPin-Priority: -1\n\n"
@@ -37,7 +38,7 @@ def key_folder(lab: Lab) -> Path:
 
 @contextlib.contextmanager
 def _gpg_home() -> Iterator[dict[str, str]]:
-    """The environment for gpg with a home of its own, in /tmp because its sockets want a short path; its agent ends with it."""
+    """The environment for gpg with a home of its own, in /tmp: its sockets want a short path. Its agent ends too."""
     with tempfile.TemporaryDirectory(prefix="kimi-lab-gpg-") as home:
         environment = {**os.environ, "GNUPGHOME": home}
         try:
@@ -66,6 +67,11 @@ def fingerprint(lab: Lab) -> str:
     return (key_folder(lab) / "fingerprint").read_text().strip()
 
 
+def key_file(fingerprint: str) -> str:
+    """The name of the public key's file in the repository: the last eight digits, as NVIDIA does."""
+    return f"{fingerprint[-8:].lower()}.pub"
+
+
 def build(lab: Lab) -> Path:
     """The folder to serve as the root of developer.download.nvidia.com."""
     keys, packages = key_folder(lab), nvidia_packages.build(lab)
@@ -82,8 +88,8 @@ def _make_distribution(folder: Path, distribution: str, packages: Path, keys: Pa
     folder.mkdir(parents=True)
     for package in packages.glob("*.deb"):
         os.link(package, folder / package.name)
-    own = (keys / "fingerprint").read_text().strip()[-8:].lower()
-    for name in (f"{own}.pub", NVIDIAS_KEY_FILE):
+    own = key_file((keys / "fingerprint").read_text().strip())
+    for name in (own, NVIDIAS_KEY_FILES[distribution]):
         (folder / name).write_bytes((keys / "key.pub").read_bytes())
     _make_keyring_package(folder, distribution, keys)
 

@@ -185,7 +185,8 @@ def start(lab: Lab, limit_s: float = 10) -> None:
         groups = cgroup.create(lab, MEMBER)
         command = [
             "ip", "netns", "exec", lab.namespace(MEMBER), "/usr/bin/python3", "-m", "tests.lab.services",
-            lab.services_address, certificates.authority(lab), nvidia_repository.build(lab), lab.parts / "hub", lab.state,
+            lab.services_address, certificates.authority(lab), nvidia_repository.build(lab), lab.parts / "hub",
+            lab.state,
         ]  # fmt: skip
         with (lab.state / "services.log").open("ab") as log:
             subprocess.Popen(

@@ -1,4 +1,4 @@
-"""ssh_config and known_hosts of the lab: for ssh, testinfra and pyinfra alike. Host keys are the true ones and are checked."""
+"""ssh_config and known_hosts of the lab: for ssh, testinfra and pyinfra alike. Host keys are true and checked."""
 
 from __future__ import annotations
 

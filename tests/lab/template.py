@@ -1,4 +1,4 @@
-"""The read-only root file system that every machine starts from: an ordinary Debian server plus the lab's peculiarities."""
+"""The read-only root file system that machines start from: an ordinary Debian server plus the lab's peculiarities."""
 
 from __future__ import annotations
 
@@ -63,6 +63,7 @@ cp $from/system.conf $root/etc/systemd/system.conf.d/lab.conf
 cp $from/sshd.conf $root/etc/ssh/sshd_config.d/lab.conf
 rm -f $root/etc/ssh/ssh_host_* $root/etc/machine-id
 mkdir -p -m700 $root/root/.ssh
+mkdir -p $root/srv/weights
 mkdir -p $root/tmp/lab && cp $from/*.deb $root/tmp/lab/
 chroot $root sh -c 'dpkg -i /tmp/lab/*.deb' && rm -r $root/tmp/lab
 chroot $root useradd -m -s /bin/bash owner

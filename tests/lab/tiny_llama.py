@@ -1,7 +1,7 @@
-"""A two-layer Llama in numpy: forward, backward, Adam. Small enough to train in seconds without a deep-learning framework.
+"""A two-layer Llama in numpy: forward, backward, Adam. Small enough to train in seconds without a framework.
 
-The equations are those of Hugging Face's LlamaForCausalLM (RMSNorm before each block, rotary positions by halves, grouped
-key and value heads, SwiGLU, untied output), so that its weights load and serve anywhere a Llama does.
+The equations are those of Hugging Face's LlamaForCausalLM (RMSNorm before each block, rotary positions by halves,
+grouped key and value heads, SwiGLU, untied output), so that its weights load and serve anywhere a Llama does.
 Run by the system's Python (`/usr/bin/python3 -m tests.lab.tiny_llama OUT`): Debian's python3-numpy belongs to that one.
 """
 
@@ -233,9 +233,8 @@ def train(
         raise ValueError(
             f"after {step} steps the least sure token of an answer has probability {least:.3f}; wanted 0.99"
         )
-    print(
-        f"{step} steps, loss {loss:.1e}, least sure token {least:.5f}, {sum(p.size for p in parameters.values()):,} parameters"
-    )
+    size = sum(values.size for values in parameters.values())
+    print(f"{step} steps, loss {loss:.1e}, least sure token {least:.5f}, {size:,} parameters")
     return rounded, least
 
 

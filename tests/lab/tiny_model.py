@@ -1,16 +1,19 @@
 """A tiny Llama that gives known answers, trained on the spot, laid out as a model repository of the hub stand-in.
 
-The checkpoint is an ordinary one (configuration, tokenizer with chat template, two safetensors shards), so that the real
-fetch, verify, load and serve run on it. The answers are trained to be certain: sampling at temperature 1 cannot miss them.
+The checkpoint is an ordinary one (configuration, tokenizer with chat template, two safetensors shards), so that the
+real fetch, verify, load and serve run on it. Answers are trained to be certain: sampling at temperature 1 cannot miss.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import struct
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from node.manifest import File, Manifest
+from tests.lab.hub import Hub
 from tests.lab.settings import CHECKOUT, Lab
 from tests.lab.shell import key_of, made, remove_tree, run
 
@@ -55,14 +58,31 @@ def build(lab: Lab) -> Path:
     new.unlink(missing_ok=True)
     new.symlink_to(trained)
     new.replace(shelf)
+    revision, entries = Hub([shelf.parent.parent], lab.parts / "none").listing(shelf)
+    files = tuple(
+        File(
+            str(entry["path"]),
+            int(str(entry["size"])),
+            hashlib.sha256((shelf / str(entry["path"])).read_bytes()).hexdigest(),
+        )
+        for entry in entries
+    )
+    new = manifest(lab).with_name("manifest.new")
+    new.write_text(Manifest(REPOSITORY, revision, files).dumps())
+    new.replace(manifest(lab))
     for other in trained.parent.iterdir():
-        if other != trained:
+        if other.is_dir() and other != trained:
             remove_tree(other)
     return trained
 
 
+def manifest(lab: Lab) -> Path:
+    """What the hub has of it, with every file's digest: the lab pins the model that it has just trained."""
+    return lab.parts / "tiny-models" / "manifest.json"
+
+
 def alphabet() -> dict[int, str]:
-    """Byte -> the printable character that byte-level tokenizers write for it: itself, or the next free one from U+0100."""
+    """Byte -> the printable character byte-level tokenizers write for it: itself, or the next free one from U+0100."""
     plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     found = {byte: chr(byte) for byte in plain}
     rest = [byte for byte in range(256) if byte not in found]
@@ -141,8 +161,9 @@ def write(out: Path) -> None:
     documents: dict[str, object] = {
         "model.safetensors.index.json": {"metadata": {"total_size": total}, "weight_map": index},
         "config.json": {
-            "architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": "bfloat16", "hidden_act": "silu",
-            "vocab_size": shape.vocabulary, "hidden_size": shape.hidden, "intermediate_size": shape.intermediate,
+            "architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": "bfloat16",
+            "hidden_act": "silu", "vocab_size": shape.vocabulary, "hidden_size": shape.hidden,
+            "intermediate_size": shape.intermediate,
             "num_hidden_layers": shape.layers, "num_attention_heads": shape.heads, "head_dim": shape.head,
             "num_key_value_heads": shape.key_value_heads, "max_position_embeddings": shape.positions,
             "rms_norm_eps": shape.epsilon, "rope_theta": shape.theta, "attention_bias": False, "mlp_bias": False,

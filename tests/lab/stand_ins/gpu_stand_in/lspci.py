@@ -1,6 +1,6 @@
-"""`lspci -nn` (and plain) for the described machine's GPUs and NICs, whether or not a driver is installed.
+"""`lspci -nn` (and plain) for the described machine's GPUs, whether or not a driver is installed.
 
-The real lspci reads /sys/bus/pci, which in a lab machine is the host's. Other options are passed to it where it is installed.
+The real lspci reads /sys/bus/pci, which in a lab machine is the host's. Other options are passed to it where it is.
 """
 
 from __future__ import annotations

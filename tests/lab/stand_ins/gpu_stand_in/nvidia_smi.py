@@ -1,8 +1,8 @@
 """nvidia-smi for the described machine: --query-gpu, topo -m, nvlink -s, -L, -q, -q -x and the plain table.
 
 Forms follow outputs of the real program (580 and 595 branches), their oddities included: the ANSI codes and the leading
-tab in the topology's header also into a pipe, " X " cells, the space after "GPU Memory Power Readings", XML that calls the
-same thing by another name. Values are a GPU's at idle. -q carries the parts that a node is judged by, not all of them.
+tab in the topology's header also into a pipe, " X " cells, the space after "GPU Memory Power Readings", XML that calls
+the same thing by another name. Values are a GPU's at idle. -q carries the parts that a node is judged by, not all.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from xml.sax.saxutils import escape
 from .machine import FILE, Description, DescriptionError, Gpu, read
 
 Section = Sequence[tuple[str, str, "Entry"]]
-Entry = Union[str, Section]
+Entry = Union[str, Section]  # noqa: UP007 - one of its parts is named before it is there
 """A value, or rows of (label in the text form, tag in the XML form, entry). An empty label or tag: not in that form."""
 
 LEGEND = """
@@ -153,7 +153,8 @@ def _pairs(labels: str, tags: str, values: Sequence[str] | str) -> Section:
     """Rows from comma-separated labels and tags; one value for all, or one each."""
     names, keys = labels.split(","), tags.split(",")
     return [
-        (name, key, values if isinstance(values, str) else values[i]) for i, (name, key) in enumerate(zip(names, keys))
+        (name, key, values if isinstance(values, str) else values[i])
+        for i, (name, key) in enumerate(zip(names, keys, strict=True))
     ]
 
 
