@@ -7,7 +7,7 @@ prints the arguments of nameless ones, and a file's content may be a secret.
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from functools import wraps
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -22,7 +22,7 @@ from kit.command import host
 from kit.refusal import Refusal, Refused, fail_now, is_refused
 
 if TYPE_CHECKING:
-    from pyinfra.api.arguments_typed import PyinfraOperation
+    from pyinfra.api.operation import OperationMeta
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -66,13 +66,14 @@ def role(title: str) -> Callable[[Callable[P, R]], Callable[P, R | None]]:
     return decorate
 
 
-def operation(title: str) -> Callable[[Callable[P, Generator[Any, Any, Any]]], PyinfraOperation[P]]:
+def operation(title: str) -> Callable[[Callable[P, Iterable[Any]]], Callable[P, OperationMeta]]:
     """Decorate a generator of commands as a pyinfra operation whose name is `title` unless a call gives `name=`.
 
     A Refusal raised in it, in Prepare or in Execute, fails this host only, and in Prepare leaves the role's function.
+    pyinfra's global arguments may be given too, but roles do not need them and mypy is not told of them.
     """
 
-    def decorate(function: Callable[P, Generator[Any, Any, Any]]) -> PyinfraOperation[P]:
+    def decorate(function: Callable[P, Iterable[Any]]) -> Callable[P, OperationMeta]:
         @wraps(function)
         def guarded(*args: P.args, **kwargs: P.kwargs) -> Generator[Any, Any, Any]:
             try:
@@ -101,6 +102,6 @@ def operation(title: str) -> Callable[[Callable[P, Generator[Any, Any, Any]]], P
             return done
 
         named._inner = guarded  # type: ignore[attr-defined]
-        return cast("PyinfraOperation[P]", named)
+        return named
 
     return decorate
