@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pyinfra import context
-
+from kit.command import host as current_host
 from kit.inventory import node_data
 from kit.refusal import refuse
 from kit.role import role
@@ -20,7 +19,7 @@ from roles.preflight.facts import HostFacts
 @role("Preflight")
 def check() -> Plan | None:
     """The Plan of the current host. Raises Refusal with all Problems of its inventory, system and hardware."""
-    host = context.ctx_host.get()
+    host = current_host()
     data = node_data(host)
     refuse(inventory.read(data)[1])  # an inventory that says nothing right is no reason to ask the host
     found = HostFacts.read(query_fields=list(QUERY_FIELDS), weights_directory=data["weights_directory"])
