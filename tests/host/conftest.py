@@ -28,7 +28,7 @@ from node.render import read_file
 from roles.preflight.deploy import observe
 from roles.preflight.facts import HostFacts
 
-ENTRIES = pytest.StashKey[dict[str, HostEntry]]()
+ENTRIES = pytest.StashKey[Mapping[str, HostEntry]]()
 SSH_CONFIG = pytest.StashKey[Path]()
 OVERRIDES = pytest.StashKey[dict[str, Any]]()
 
@@ -51,7 +51,8 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError(str(error)) from None
     if not config.stash[ENTRIES]:
         raise pytest.UsageError(f"{inventory} has no host. Fix: name one in it")
-    config.stash[OVERRIDES] = dict(_override(text) for text in config.getoption("--data"))
+    overrides: dict[str, Any] = dict(_override(text) for text in config.getoption("--data"))
+    config.stash[OVERRIDES] = overrides
     folder = Path(tempfile.mkdtemp(prefix="kimi-verify-"))
     config.stash[SSH_CONFIG] = folder / "ssh_config"
     config.stash[SSH_CONFIG].write_text(ssh_config(config.stash[ENTRIES], folder))
@@ -124,7 +125,8 @@ def host(entry: HostEntry, request: pytest.FixtureRequest) -> Iterator[Any]:
 @pytest.fixture(scope="session")
 def data(entry: HostEntry, request: pytest.FixtureRequest) -> dict[str, Any]:
     """The inventory data of the host."""
-    return {**entry.data, **request.config.stash[OVERRIDES]}
+    overrides: dict[str, Any] = request.config.stash[OVERRIDES]
+    return {**entry.data, **overrides}
 
 
 @pytest.fixture(scope="session")

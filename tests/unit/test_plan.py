@@ -131,7 +131,7 @@ def test_a_host_that_is_what_was_declared_gives_the_same_plan() -> None:
     assert planned({}, observed=observed).service == planned({}).service
 
 
-BAD = {
+BAD: dict[str, tuple[dict[str, Any], str]] = {
     "unknown key": ({"tensor_paralel": 8}, "tensor_paralel"),
     "misspelt key": ({"profil": "tp8"}, "rename it to profile"),
     "unknown profile": ({"profile": "tp9"}, "'tp9'"),
