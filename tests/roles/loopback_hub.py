@@ -8,11 +8,14 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import socket
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
 from tests.lab.hub import CDN, FRONT, Answer, Hub
 from tests.lab.services import Handler
@@ -27,6 +30,7 @@ class LoopbackHub:
         self.folder, self.state = folder, state
         self.hub = Hub([folder], state / "hub.json")
         self.requests: list[dict[str, Any]] = []
+        self.bytes: Counter[str] = Counter()
         self.lock = threading.Lock()
         self.override: Override = lambda host, method, path: None
         self.server: Server | None = None
@@ -56,9 +60,9 @@ class LoopbackHub:
         os.utime(path, ns=(0, self.hub.faults.stamp + 1_000_000_000))
 
     def sent(self, suffix: str = "") -> int:
-        """Bytes of files whose path ends so that went out."""
+        """Bytes of bodies that went out for paths that end so, those of broken connections included."""
         with self.lock:
-            return sum(request["sent"] for request in self.requests if request["path"].endswith(suffix))
+            return sum(count for path, count in self.bytes.items() if path.endswith(suffix))
 
 
 class Server(ThreadingHTTPServer):
@@ -71,6 +75,8 @@ class Server(ThreadingHTTPServer):
 
     def get_request(self) -> Any:
         connection, peer = super().get_request()
+        # Small, so that what counts as sent has nearly arrived.
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)
         self.open_connections.add(connection)
         return connection, peer
 
@@ -107,11 +113,45 @@ class Adapter:
 
 class LoopbackHandler(Handler):
     server: Server  # type: ignore[assignment]
+    body = False
+
+    def setup(self) -> None:
+        super().setup()
+        self.wfile = Counted(self.wfile, self)  # type: ignore[assignment]
+
+    def start(self, code: int, headers: dict[str, str], length: int) -> None:
+        self.body = False
+        super().start(code, headers, length)
+        self.body = True
 
     def answer(self, body: bytes) -> None:
         asked = (self.headers.get("Host") or "").split(":")[0]
         self.headers.replace_header("Host", {"127.0.0.1": FRONT, "localhost": CDN}.get(asked, asked))
         super().answer(body)
+
+
+class Counted:
+    """A connection's output that counts the bytes of bodies."""
+
+    def __init__(self, output: Any, handler: LoopbackHandler) -> None:
+        self.output, self.handler, self.closed = output, handler, False
+
+    def write(self, data: Any) -> int:
+        owner = self.handler.server.owner
+        for start in range(0, len(data), 1 << 16):
+            piece = bytes(data[start : start + (1 << 16)])
+            self.output.write(piece)
+            if self.handler.body:
+                with owner.lock:
+                    owner.bytes[unquote(urlsplit(self.handler.path).path)] += len(piece)
+        return len(data)
+
+    def flush(self) -> None:
+        self.output.flush()
+
+    def close(self) -> None:
+        self.output.close()
+        self.closed = True
 
 
 @contextlib.contextmanager

@@ -134,7 +134,7 @@ def _mend(
         records.update(gather.run(wrong))
         status.set(phase="publishing")
         for file in wrong:
-            _put(os.path.join(staging, file.path), snapshot, file.path)
+            records[file.path].update(_put(os.path.join(staging, file.path), snapshot, file.path))
         shutil.rmtree(staging)
         gather.journal.remove()
     known = {file.path: file for file in manifest.files}
@@ -157,8 +157,11 @@ def _count(status: Status) -> Callable[[Hashed], None]:
     return each
 
 
-def _put(new: str, snapshot: str, path: str) -> None:
-    """Put a file in its place by one rename. What stands in its way or on the way to it is not the manifest's."""
+def _put(new: str, snapshot: str, path: str) -> dict[str, int]:
+    """Put a file in its place by one rename; its stamps, because a rename of the file itself moves its ctime_ns.
+
+    What stands in its way or on the way to it is not the manifest's, and goes.
+    """
     folder = snapshot
     for part in path.split("/")[:-1]:
         folder = os.path.join(folder, part)
@@ -168,8 +171,10 @@ def _put(new: str, snapshot: str, path: str) -> None:
     target = os.path.join(snapshot, path)
     if os.path.isdir(target) and not os.path.islink(target):
         shutil.rmtree(target)
-    os.rename(new, target)
-    disk.sync_folder(folder)
+    with open(new, "rb") as moved:
+        os.rename(new, target)
+        disk.sync_folder(folder)
+        return receipt.stamps(os.fstat(moved.fileno()))
 
 
 def hash_all(
