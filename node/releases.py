@@ -60,6 +60,7 @@ class Release:
     driver_floor: str
     driver_recommended: str
     pythons: tuple[str, ...]
+    resolved: str
     patches: tuple[str, ...]
     dialect: Mapping[str, str]
     cache_environment: Mapping[str, str]
@@ -251,6 +252,7 @@ RELEASES: dict[str, Release] = {
             driver_floor=_DRIVER_FLOOR,
             driver_recommended=_DRIVER_RECOMMENDED,
             pythons=_FOUR_PYTHONS,
+            resolved="2026-06-06T00:00:00Z",
             patches=("sglang-pipeline-first-layer", "flashinfer-empty-architectures"),
             dialect=_FLAGS,
             cache_environment=_CACHES,
@@ -275,6 +277,7 @@ RELEASES: dict[str, Release] = {
             driver_floor=_DRIVER_FLOOR,
             driver_recommended=_DRIVER_RECOMMENDED,
             pythons=_FOUR_PYTHONS,
+            resolved="2026-08-22T00:00:00Z",
             patches=("sglang-pipeline-first-layer", "flashinfer-empty-architectures"),
             dialect=_FLAGS,
             cache_environment={**_CACHES, "HUMMING_CACHE_DIR": "humming"},
@@ -299,6 +302,7 @@ RELEASES: dict[str, Release] = {
             driver_floor=_DRIVER_FLOOR,
             driver_recommended=_DRIVER_RECOMMENDED,
             pythons=_FOUR_PYTHONS[1:],
+            resolved="2026-11-13T00:00:00Z",
             patches=("sglang-pipeline-first-layer", "flashinfer-empty-architectures"),
             dialect=_FLAGS_BY_PHASE,
             cache_environment={**_CACHES, "HUMMING_CACHE_DIR": "humming", "TILELANG_CACHE_DIR": "tilelang"},
