@@ -119,6 +119,7 @@ def _boot(lab: Lab, name: str) -> None:
         f"--network-namespace-path=/run/netns/{lab.namespace(name)}", f"--machine={name}", "--resolv-conf=off",
         "--timezone=off", "--link-journal=no", "--console=pipe", "--kill-signal=SIGRTMIN+3",
         f"--bind={lab.uv_cache}:{template.UV_CACHE_INSIDE}",
+        "--capability=CAP_NET_ADMIN",  # its own firewall, in its own namespace, as root has on a server
     ]  # fmt: skip
     environment = {
         **os.environ,
