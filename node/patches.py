@@ -15,6 +15,8 @@ from typing import Literal
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
+from node.layout import RELEASES
+
 Action = Literal["apply", "already", "not needed", "conflict"]
 
 
@@ -32,9 +34,9 @@ class Patch:
 
     id: as releases name it. package, file: the distribution, and the path below its site-packages. versions: PEP 440,
     those that have the fault. nvcc_below: the fault shows only with a compiler older than this, or None when it does
-    not depend on it. digests: version -> sha256 before and after. old, new: the edit; old stands in the file exactly
-    once. retired_by: the upstream change that makes it needless. shows: what a user sees without it. source: who found
-    what.
+    not depend on it. digests: version -> sha256 before and after. upstream: version -> sha256 of the file once the
+    project itself has mended it. old, new: the edit; old stands in the file exactly once. retired_by: the upstream
+    change that makes it needless. shows: what a user sees without it. source: who found what.
     """
 
     id: str
@@ -44,6 +46,7 @@ class Patch:
     versions: str
     nvcc_below: str | None
     digests: Mapping[str, Digests]
+    upstream: Mapping[str, str]
     old: str
     new: str
     retired_by: str
@@ -79,7 +82,11 @@ def apply(patch: Patch, source: bytes) -> bytes:
 
 
 def bears_load(patch: Patch, version: str, nvcc: str | None) -> tuple[bool, str]:
-    """Whether the fault is there, by version and compiler, and the reason. nvcc None counts as too old to trust."""
+    """Whether the fault is there, by version and compiler, and the reason.
+
+    nvcc: release of the compiler that CUDA_HOME names, "13.0". Without one (None) a fault that depends on it is taken to
+    be there; `decide` does not act on that.
+    """
     if not SpecifierSet(patch.versions).contains(Version(version), prereleases=True):
         return False, f"{patch.package} {version} is not {patch.versions}: {patch.retired_by}"
     if patch.nvcc_below is None:
@@ -90,39 +97,58 @@ def bears_load(patch: Patch, version: str, nvcc: str | None) -> tuple[bool, str]
 
 
 def decide(patch: Patch, evidence: Evidence) -> Decision:
-    """What the host's evidence asks for. A conflict names what was found and what was wanted."""
-    if evidence.version is None:
-        return Decision("conflict", f"{patch.package} is not installed")
-    needed, reason = bears_load(patch, evidence.version, evidence.nvcc)
-    known = patch.digests.get(evidence.version)
-    if not needed:
-        if known and evidence.digest == known.after:
-            return Decision("already", f"{reason}; the patch is in all the same")
-        if known and evidence.digest != known.before:
-            return Decision("conflict", _unknown(patch, evidence, known))
-        return Decision("not needed", reason)
-    if known is None:
+    """What the host's evidence asks for.
+
+    apply: the file is the known original and the fault is there. already: the file is the known result. not needed:
+    the fault is not there, and the file is as its wheel brought it. conflict: anything else; the reason names what was
+    found and wanted and ends with a fix, and nothing may be changed.
+    """
+    version = evidence.version
+    if version is None:
         return Decision(
             "conflict",
-            f"no digests of {patch.file} in {patch.package} {evidence.version} are known, and it is needed: {reason}",
+            f"{patch.package}: found none installed, wanted one. Fix: run deploy.py, which installs the release",
         )
-    if evidence.digest == known.after:
-        return Decision("already", reason)
+    needed, reason = bears_load(patch, version, evidence.nvcc)
+    if needed and patch.nvcc_below is not None and evidence.nvcc is None:
+        return Decision(
+            "conflict",
+            f"patch {patch.id}: found no compiler that runs at CUDA_HOME, wanted one to tell whether it is older than "
+            f"{patch.nvcc_below}. Fix: run deploy.py, which installs the toolkit before it patches",
+        )
+    known = _known(patch, version)
+    if known is None:
+        if not needed:
+            return Decision("not needed", reason)
+        return Decision(
+            "conflict",
+            f"{patch.file}: found {patch.package} {version}, whose digests are not known, wanted a known one, since it "
+            f"needs patch {patch.id}: {reason}. Fix: add its digests to node/patches.py, as docs/patches.md tells",
+        )
     if evidence.digest == known.before:
-        return Decision("apply", reason)
-    return Decision("conflict", _unknown(patch, evidence, known))
-
-
-def _unknown(patch: Patch, evidence: Evidence, known: Digests) -> str:
-    return (
-        f"{patch.file}: found sha256 {evidence.digest or 'of no file'}, wanted the original {known.before} "
-        f"or the patched {known.after}"
+        return Decision("apply", reason) if needed else Decision("not needed", reason)
+    if evidence.digest == known.after:
+        return Decision("already", reason if needed else f"{reason}; the patch is in all the same")
+    wanted = f"the original {known.before}"
+    if known.after != known.before:
+        wanted += f" or the patched {known.after}"
+    return Decision(
+        "conflict",
+        f"{patch.file}: found sha256 {evidence.digest or 'of no file'}, wanted {wanted} of "
+        f"{patch.package} {version}. Fix: somebody edited the release; remove its directory below {RELEASES} and run deploy.py",
     )
 
 
+def _known(patch: Patch, version: str) -> Digests | None:
+    """The digests of the patch's file in this version; before and after are one where the project has mended it."""
+    if version in patch.upstream:
+        return Digests(patch.upstream[version], patch.upstream[version])
+    return patch.digests.get(version)
+
+
 def wanted_digest(patch: Patch, version: str, nvcc: str | None) -> str | None:
-    """sha256 that the patch's file should have in the end; None where the patch says nothing of this version."""
-    known = patch.digests.get(version)
+    """sha256 that the patch's file should have in the end; None where nothing is known of this version."""
+    known = _known(patch, version)
     if known is None:
         return None
     return known.after if bears_load(patch, version, nvcc)[0] else known.before
@@ -152,6 +178,7 @@ PATCHES = {
                     after="71dff641472a27884473d59f76ab81a7d025b0097aa18de84d95442198031a00",
                 ),
             },
+            upstream={"0.5.23": "2e095cfafcd30ad0e720fd1ecd70c92f1a83f47a86a28da0ab739ab5717100aa"},
             old=(
                 "            self.v_head_dim = model_runner.token_to_kv_pool.get_value_buffer(0).shape[\n"
                 "                -1\n"
@@ -183,6 +210,7 @@ PATCHES = {
                     after="85582c79f4fcb036b5bc838bc66ba11bf80a8b2013f665e97c42b63c632fb721",
                 ),
             },
+            upstream={"0.7.2": "f56ff6bf9561834362303d4c5b7a80018466babbfdf2f8f73775b1af0746b687"},
             old="    for major, minor in current_compilation_context.TARGET_CUDA_ARCHS:\n        if major >= 8:\n",
             new=(
                 "    for major, minor in (\n"
