@@ -44,8 +44,7 @@ def act(
     source: str,
     written: list[str],
     finish: list[str],
-    packages: dict[str, str],
-    reinstall: list[str],
+    steps: list[dict[str, Any]],
     preferences: str,
     alternatives: list[str],
     folder: str,
@@ -53,20 +52,20 @@ def act(
     """Raises Problem with apt's own words and, where one is known, the way out.
 
     source: the file of the repository's source. written: what this run wrote to trust it, taken back where the
-    repository turns out to be unusable. finish: packages that dpkg was interrupted in. packages: name -> exact version;
-    reinstall: those to unpack anew. preferences: apt preferences of an earlier run. alternatives: names of links in
-    `folder` that must not move.
+    repository turns out to be unusable. finish: packages that dpkg was interrupted in. steps: one after the other,
+    [{"packages": {name: exact version}, "reinstall": those of them to unpack anew}]. preferences: apt preferences of an
+    earlier run. alternatives: names of links in `folder` that must not move.
     """
     with open(LOCK, "w", encoding="ascii") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if finish:
             _finish(finish)
         _update(address, source, written)
-        if packages:
+        for step in steps:
             kept = [held for name in alternatives if (held := hold(name, folder))]
             try:
-                with _without(preferences if _moves(packages) else None):
-                    _install(packages, reinstall, source)
+                with _without(preferences if _moves(step["packages"]) else None):
+                    _install(step["packages"], step["reinstall"], source)
             finally:
                 for held in kept:
                     give_back(held)
@@ -202,7 +201,7 @@ def fix(said: str, what: str) -> str:
         (r"Packages need to be removed",
          "apt would remove packages of yours: apt-get install --simulate says which; decide on that host"),
         (r"Held packages|held broken", "apt-mark showhold on that host, and release what stands in the way"),
-        (r"Conflicting values set for option", "keep one of the sources that it names: rm the other, then deploy again"),
+        (r"Conflicting values set for option", "keep one of the sources that it names, rm the other, deploy again"),
         (r"unmet dep|Unable to locate|no installation candidate",
          "apt-get update && apt-cache policy PACKAGE, on that host"),
         (r"Could not resolve|Could not connect|Connection|timed out|[Cc]ertificate|Failed to fetch",
@@ -235,8 +234,8 @@ def hold(name: str, folder: str) -> dict[str, Any] | None:
 
     NVIDIA's packages register themselves with a priority that grows with the version, so that in automatic mode the
     newest takes the link, and with it the compiler of whatever uses the older one. A plain link, which they would
-    replace, is registered as it is. Nothing is held where there is no link yet (then NVIDIA's own choice stands: the
-    newest), where it leads nowhere, or where a directory has the name (update-alternatives leaves that alone).
+    replace, is registered as it is. Nothing is held where there is no link yet, where it leads nowhere, or where a
+    directory has the name (update-alternatives leaves that alone).
     """
     link = f"{folder}/{name}"
     if not os.path.islink(link) or not os.path.isdir(link):

@@ -18,16 +18,28 @@ AGAIN = "deploy again"
 
 
 @dataclass(frozen=True)
+class Step:
+    """One toolkit to install or mend. packages: name -> exact version; reinstall: those that must be unpacked anew."""
+
+    packages: Mapping[str, str]
+    reinstall: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class Work:
-    """What is to be done. packages: name -> exact version; reinstall: those of them that must be unpacked anew."""
+    """What is to be done. trust: the repository's key and source; finish: packages that dpkg was interrupted in."""
 
     trust: bool
     finish: tuple[str, ...]
-    packages: Mapping[str, str]
-    reinstall: tuple[str, ...]
+    steps: tuple[Step, ...]
 
     def __bool__(self) -> bool:
-        return bool(self.trust or self.finish or self.packages)
+        return bool(self.trust or self.finish or self.steps)
+
+    @property
+    def packages(self) -> list[str]:
+        """As apt names them: cuda-toolkit-13-0=13.0.2-1."""
+        return [f"{name}={version}" for step in self.steps for name, version in step.packages.items()]
 
 
 def questions(plan: Plan) -> dict[str, Any]:
@@ -193,26 +205,21 @@ def is_usable(state: Mapping[str, Any], kit: Toolkit) -> bool:
 
 
 def work(found: Found, plan: Plan) -> Work:
-    """What brings the host to the plan; all empty where it is there."""
-    packages: dict[str, str] = {}
-    reinstall: list[str] = []
-    for kit in (plan.toolkit, *plan.toolkits_beside):
+    """What brings the host to the plan; all empty where it is there.
+
+    The release's toolkit comes last: /usr/local/cuda is then that of one beside, where both are new on the host.
+    """
+    steps = []
+    for kit in (*plan.toolkits_beside, plan.toolkit):
         state = found["toolkits"][kit.version]
         installed = {name: entry["version"] for name, entry in found["packages"].items() if entry["installed"]}
         exact = installed.get(kit.package) == kit.apt_version
         if is_usable(state, kit) and (exact or kit is not plan.toolkit):
             continue  # a toolkit beside is its owner's: in order is enough, whatever its exact version
         version = kit.apt_version if kit is plan.toolkit else installed.get(kit.package, kit.apt_version)
-        packages[kit.package] = version
-        for name in (*state["missing"], *state["changed"]):
-            packages[name] = state["packages"][name]
-            reinstall.append(name)
-    return Work(
-        trust=not is_in_place(found, plan),
-        finish=tuple(found["unfinished"]),
-        packages=packages,
-        reinstall=tuple(dict.fromkeys(reinstall)),
-    )
+        again = tuple(sorted({*state["missing"], *state["changed"]}))
+        steps.append(Step({kit.package: version} | {name: state["packages"][name] for name in again}, again))
+    return Work(trust=not is_in_place(found, plan), finish=tuple(found["unfinished"]), steps=tuple(steps))
 
 
 def is_in_place(found: Found, plan: Plan) -> bool:

@@ -29,7 +29,8 @@ def stand_side_by_side(plan: Plan) -> Commands:
 
     + plan: says which repository and key, which toolkits, for which GPU architecture.
 
-    `/usr/local/cuda` leads where it led before; where there was none, NVIDIA's packages make it (the newest toolkit).
+    `/usr/local/cuda` leads where it led before. Where there was none, NVIDIA's packages make it, and lead it to a
+    toolkit beside where there is one, else to the release's; nothing of ours reads it.
     Toolkits beside that are in order are left alone, whatever installed them. Links across toolkits are refused.
     """
     found = ToolkitFacts.read(**judgement.questions(plan))
@@ -86,13 +87,12 @@ def _install(work: Work, written: list[str], source: str, plan: Plan) -> StringC
             "source": source,
             "written": written,
             "finish": list(work.finish),
-            "packages": dict(work.packages),
-            "reinstall": list(work.reinstall),
+            "steps": [{"packages": dict(step.packages), "reinstall": list(step.reinstall)} for step in work.steps],
             "preferences": toolkits.PREFERENCES,
             "alternatives": ["cuda", *(f"cuda-{major}" for major in majors)],
             "folder": str(Path(toolkits.ALTERNATIVE).parent),
         },
-        shown=tuple(f"{name}={version}" for name, version in work.packages.items()),
+        shown=tuple(work.packages),
     )
 
 
