@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tests.lab import debian_package
 from tests.lab.settings import STAND_INS, Lab
-from tests.lab.shell import key_of, made, run
+from tests.lab.shell import key_of, made, remove_outdated, run
 
 VERSION = "580.95.05-1"
 LIBRARY = "usr/lib/gpu-stand-in"
@@ -34,6 +34,7 @@ def key() -> str:
 def build(lab: Lab) -> list[Path]:
     """The two .deb files, in the order of their dependency."""
     folder = made(lab.parts / "stand-ins" / key(), _make, lab.parts / ".stand-ins.lock")
+    remove_outdated(folder, folder.parent.iterdir())
     return sorted(folder.glob("*.deb"))
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from tests.lab import debian_package, nvidia_packages
 from tests.lab.settings import SUITES, Lab
-from tests.lab.shell import key_of, made, run
+from tests.lab.shell import key_of, made, remove_outdated, run
 
 HOST = "https://developer.download.nvidia.com"
 PATH = "compute/cuda/repos"
@@ -81,7 +81,10 @@ def build(lab: Lab) -> Path:
         for distribution in SUITES.values():
             _make_distribution(out / PATH / distribution / "x86_64", distribution, packages, keys)
 
-    return made(lab.parts / "nvidia-repository" / name, make, lab.parts / ".repository.lock")
+    wanted = made(lab.parts / "nvidia-repository" / name, make, lab.parts / ".repository.lock")
+    remove_outdated(wanted, wanted.parent.iterdir())
+    remove_outdated(packages, packages.parent.iterdir())
+    return wanted
 
 
 def _make_distribution(folder: Path, distribution: str, packages: Path, keys: Path) -> None:

@@ -156,10 +156,11 @@ class Handler(BaseHTTPRequestHandler):
                 offset = first + sent
                 block = bytearray(source.read(min(BLOCK, after - offset)))
                 block = self.spoil(faults, found.file.name, offset, block)
+                if faults and faults.rate:
+                    due = began + (sent + len(block)) / faults.rate
+                    time.sleep(max(0.0, due - time.monotonic()))
                 self.wfile.write(block)
                 sent += len(block)
-                if faults and faults.rate:
-                    time.sleep(max(0.0, sent / faults.rate - (time.monotonic() - began)))
         return sent
 
     def spoil(self, faults: Faults | None, name: str, offset: int, block: bytearray) -> bytearray:

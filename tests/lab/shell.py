@@ -9,7 +9,7 @@ import hashlib
 import os
 import signal
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 
@@ -97,6 +97,17 @@ def made(folder: Path, make: Callable[[Path], None], lock_file: Path) -> Path:
             make(partial)
             os.rename(partial, folder)
     return folder
+
+
+def remove_outdated(wanted: Path, all_keys: Iterable[Path]) -> None:
+    """Drop what was made under older keys, unless a machine is mounted on it or a process was started with it."""
+    in_use = Path("/proc/self/mountinfo").read_text()
+    for command in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            in_use += command.read_bytes().decode(errors="replace")
+    for other in all_keys:
+        if other != wanted and not other.name.endswith(".partial") and f"{other}" not in in_use:
+            remove_tree(other)
 
 
 def remove_tree(folder: Path) -> None:

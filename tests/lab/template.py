@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tests.lab import certificates, controller, driver_package
 from tests.lab.settings import SUITES, Lab
-from tests.lab.shell import LabError, key_of, made, run, run_confined
+from tests.lab.shell import LabError, key_of, made, remove_outdated, run, run_confined
 
 PACKAGES = (
     "systemd,systemd-sysv,dbus,openssh-server,python3,iproute2,iputils-ping,curl,ca-certificates,sudo,procps,kmod,"
@@ -115,16 +115,8 @@ def build(lab: Lab, suite: str) -> Path:
         shutil.rmtree(material)
 
     built = made(wanted, make, lab.parts / f".template-{suite}.lock") / "root"
-    _remove_others(lab, suite, wanted)
+    remove_outdated(wanted, wanted.parent.glob(f"{suite}-*"))
     return built
-
-
-def _remove_others(lab: Lab, suite: str, wanted: Path) -> None:
-    """Templates of older keys, unless a machine stands on them."""
-    mounts = Path("/proc/self/mountinfo").read_text()
-    for other in wanted.parent.glob(f"{suite}-*"):
-        if other != wanted and not other.name.endswith(".partial") and str(other) not in mounts:
-            run("rm", "-rf", "--one-file-system", other)
 
 
 def ready(lab: Lab, suite: str) -> Path:

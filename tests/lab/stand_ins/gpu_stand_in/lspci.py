@@ -14,10 +14,10 @@ REAL = "/usr/bin/lspci"
 
 
 def lines(machine: Description, numbers: bool) -> list[str]:
-    """Bus order; a missing GPU is missing here as well."""
+    """Bus order; a missing GPU is missing here as well, a silent one is not."""
     kind = machine.kind
     found = []
-    for gpu in machine.gpus():
+    for gpu in machine.on_bus():
         address = gpu.bus_id.removeprefix("00000000:").lower()
         if numbers:
             found.append(

@@ -2,7 +2,7 @@
 
     {"model": "B300 SXM6 AC", "count": 8, "driver": "580.95.05", "links": "nvlink", "missing": [5], "off_fabric": [3]}
 
-Every key has a default; see Description. Positions in `missing` and `off_fabric` are seats, counted from 0.
+Every key has a default; see Description. Positions in `missing`, `silent` and `off_fabric` are seats, counted from 0.
 """
 
 from __future__ import annotations
@@ -74,7 +74,8 @@ class Description:
 
     model: a key of MODELS.       count: seats, 1 to 8.        driver: version.
     links: pcie-direct, pcie-switch or nvlink (a switch below, NVLink above).
-    missing: seats whose GPU does not show at all.       off_fabric: seats whose NVLinks are down.
+    missing: seats whose GPU does not show at all.       silent: seats that lspci shows and the driver does not.
+    off_fabric: seats whose NVLinks are down.
     nics: InfiniBand or RoCE adapters shown in the topology.       cpu_affinity: one entry a NUMA node.
     bus_ids: PCI addresses by seat, such as "06:00.0", in place of the usual ones.
     """
@@ -84,6 +85,7 @@ class Description:
     driver: str = "580.95.05"
     links: str = "pcie-direct"
     missing: tuple[int, ...] = ()
+    silent: tuple[int, ...] = ()
     off_fabric: tuple[int, ...] = ()
     nics: int = 0
     cpu_affinity: tuple[str, ...] = ("0-63,128-191", "64-127,192-255")
@@ -109,9 +111,14 @@ class Description:
     def cuda(self) -> str:
         return CUDA_OF_DRIVER[self.driver.split(".")[0]]
 
-    def gpus(self) -> list[Gpu]:
-        """The GPUs that show, in bus order, numbered from 0 as the driver does."""
+    def on_bus(self) -> list[Gpu]:
+        """The GPUs that are PCI devices, in bus order."""
         seats = [seat for seat in range(self.count) if seat not in self.missing]
+        return [Gpu(self, index, seat) for index, seat in enumerate(seats)]
+
+    def gpus(self) -> list[Gpu]:
+        """The GPUs that the driver shows, in bus order, numbered from 0 as the driver does."""
+        seats = [gpu.seat for gpu in self.on_bus() if gpu.seat not in self.silent]
         return [Gpu(self, index, seat) for index, seat in enumerate(seats)]
 
     def node_of(self, seat: float) -> int:
