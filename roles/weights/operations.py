@@ -86,6 +86,8 @@ def steps_for(weights: Weights, found: Mapping[str, Any], changed: Mapping[str, 
     if at_work and not reasons:
         host().log(f"{name} is at work already")
         return steps
+    # The last run's status would be shown as this one's until the agent has written its first.
+    steps.append(StringCommand("rm -f --", QuoteString(weights.paths.status)))
     # A restart keeps all that has arrived; it also takes a unit out of its pause before the next try.
     steps.append(StringCommand("systemctl restart --no-block --", quoted))
     return steps

@@ -245,9 +245,7 @@ class Repository:
         code = error.headers.get("X-Error-Code") or f"HTTP {error.code}"
         given = "with the given token" if self.hub.has_token else "without a token"
         if code == "RevisionNotFound":
-            return fail(
-                f"revision {revision} of {self.name}", code, "a commit of it", "bin/pin ... --latest shows one"
-            )
+            return fail(f"revision {revision} of {self.name}", code, "a commit of it", "bin/pin ... --latest shows one")
         if error.code in (401, 403) and code != "RepoNotFound":
             return fail(
                 f"repository {self.name}",

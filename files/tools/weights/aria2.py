@@ -57,6 +57,7 @@ def options(folder: str, allocate: bool, files_at_once: int, connections: int, s
         "auto-file-renaming": "false",
         "file-allocation": "falloc" if allocate else "none",
         "auto-save-interval": "1",
+        "async-dns": "false",  # c-ares passes nsswitch.conf by, and fails where the system's resolver works
         "connect-timeout": str(min(15, stall)),
         "timeout": str(stall),  # of a stalled connection; --lowest-speed-limit would end the file instead (code 5)
         "max-tries": "4",

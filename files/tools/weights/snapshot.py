@@ -33,21 +33,20 @@ def bring(configuration: Configuration, manifest: Manifest, hub: Hub, status: St
 
     Nothing is asked of the hub where every file is here.
     """
-    found = receipt.check(configuration.snapshot, manifest.sha256)
-    if found["state"] != "whole":
-        folder = os.path.dirname(configuration.staging)
-        disk.make_folder(folder)
+    done = "was whole"
+    if receipt.check(configuration.snapshot, manifest.sha256)["state"] != "whole":
+        disk.make_folder(os.path.dirname(configuration.staging))
         with disk.lock(f"{configuration.staging}.lock", LOCK_SECONDS, stopping) as held:
             _remove_orphans(configuration)
-            found = receipt.check(configuration.snapshot, manifest.sha256)
-            if found["state"] == "absent":
+            state = receipt.check(configuration.snapshot, manifest.sha256)["state"]
+            if state == "absent":
                 _fetch(configuration, manifest, hub, status, stopping, held)
-                return "fetched"
-            if found["state"] != "whole":
-                return _mend(configuration, manifest, hub, status, stopping, held)
+                done = "fetched"
+            elif state != "whole":
+                done = _mend(configuration, manifest, hub, status, stopping, held)
     count = len(manifest.files)
     status.set(done=manifest.bytes, total=manifest.bytes, files_done=count, files_total=count)
-    return "was whole"
+    return done
 
 
 def _remove_orphans(configuration: Configuration) -> None:
