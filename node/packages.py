@@ -15,6 +15,7 @@ BASE: dict[str, str] = {
     "python3-dev": "Triton compiles its launchers against Python.h at run time",
     "build-essential": "g++ is the host compiler of nvcc (FlashInfer, TVM-FFI), gcc that of Triton",
     "aria2": "fetches weights, and resumes after any kill",
+    "nftables": "keeps the server's ports on the machine: torch's rendezvous store listens on every interface",
     "libnuma1": "sglang-kernel is linked with libnuma.so.1",
     "numactl": "shows and sets the NUMA nodes of processes",
     "pciutils": "lspci tells the GPUs of a machine that has no driver yet",

@@ -480,6 +480,9 @@ def _environment(
         "HF_HUB_OFFLINE": "1",
         "HF_HUB_DISABLE_TELEMETRY": "1",
         "PYTHONUNBUFFERED": "1",
+        # One node: gloo and NCCL would else listen on the first network card's address.
+        "GLOO_SOCKET_IFNAME": "lo",
+        "NCCL_SOCKET_IFNAME": "lo",
         "PYTHONPATH": TOOLS,  # engine_log, which SGLang's logging configuration names
         "SGLANG_LOGGING_CONFIG_PATH": ENGINE_LOGGING,
         **INTERCONNECT_ENVIRONMENT[interconnect],

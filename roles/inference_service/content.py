@@ -1,0 +1,149 @@
+"""What is laid down for the service, made of the Plan. Pure, but for reading the templates."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from kit import files
+from node import layout, systemd
+from node.plan import Plan, unit_name
+from node.profiles import PROFILES
+
+TEMPLATES = Path(__file__).resolve().parents[2] / "templates"
+STARTS = 3  # within the time of as many of the longest starts; then systemd gives up
+RESTART_AND_STOP_SECONDS = 150  # RestartSec= and TimeoutStopSec= of the unit
+DECIDE_WHAT_IS_COMPILED = ("CUDA_HOME", "FLASHINFER_WORKSPACE_BASE", "FLASHINFER_CUDA_ARCH_LIST")
+PROBE_MARGIN_SECONDS = 10  # the probe gives up first: it says more than systemd does
+
+
+@functools.cache
+def _templates() -> jinja2.Environment:
+    made = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(TEMPLATES),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        autoescape=False,
+    )
+    made.filters["command_line"] = systemd.command_line
+    return made
+
+
+def render(name: str, plan: Plan) -> str:
+    """A template, for a Plan. Raises jinja2.UndefinedError for a name in it that means nothing."""
+    return (
+        _templates()
+        .get_template(name)
+        .render(
+            plan=plan,
+            paths=plan.service_paths,
+            snapshots=[part.paths.snapshot for part in plan.weights],
+            user=layout.SERVICE_USER,
+            tools=layout.TOOLS,
+            api_key=plan.service.api_key_path,
+            api_key_configuration=layout.API_KEY_CONFIGURATION,
+            firewall=layout.FIREWALL,
+            firewall_unit=layout.FIREWALL_UNIT,
+            firewall_table=layout.FIREWALL_TABLE,
+            start_limit_seconds=STARTS * (plan.service.start_timeout + RESTART_AND_STOP_SECONDS),
+        )
+    )
+
+
+def wanted(plan: Plan) -> list[files.Item]:
+    """Files and folders of the service, its key apart."""
+    paths = plan.service_paths
+    return [
+        files.Directory(plan.paths.cache, mode="700", user=layout.SERVICE_USER, group=layout.SERVICE_USER),
+        files.File(layout.ENGINE_LOGGING, _json(engine_logging())),
+        files.File(paths.environment, systemd.environment_file(plan.service.environment)),
+        files.File(paths.readiness, _json(readiness(plan))),
+        files.File(paths.warmup, _json(warmup(plan))),
+        files.File(layout.FIREWALL, render("firewall.nft.j2", plan)),
+        files.File(f"{layout.UNITS}/{layout.FIREWALL_UNIT}", render("firewall.service.j2", plan)),
+        files.File(paths.warmup_unit_file, render("warmup.service.j2", plan)),
+        files.File(paths.unit_file, render("sglang.service.j2", plan)),
+    ]
+
+
+def readiness(plan: Plan) -> dict[str, Any]:
+    """What files/tools/ready_probe.py asks."""
+    service = plan.service
+    return {
+        "address": f"http://{service.host}:{service.port}",
+        "model": service.name,
+        "key": service.api_key_path,
+        "user": layout.SERVICE_USER,
+        "prompt": service.question.prompt,
+        "expected": service.question.expected,
+        "max_tokens": service.question.max_tokens,
+        "temperature": service.question.temperature,
+        "top_p": service.question.top_p,
+        "seconds": service.start_timeout - PROBE_MARGIN_SECONDS,
+    }
+
+
+def warmup(plan: Plan) -> dict[str, Any]:
+    """What files/tools/jit_warmup.py compiles. Raises ValueError for a node of several architectures."""
+    (architecture,) = plan.service.architectures
+    return {
+        "release": plan.paths.digest,
+        "architecture": architecture,
+        "environment": {name: plan.service.environment[name] for name in DECIDE_WHAT_IS_COMPILED},
+        "library": plan.paths.cache,
+        "receipt": plan.paths.warmup_receipt,
+        "nvcc": plan.toolkit.nvcc,
+    }
+
+
+def engine_logging() -> dict[str, Any]:
+    """SGLang's logging (logging.config.dictConfig): as it is by default, through files/tools/engine_log.py."""
+    quiet = {name: {"level": "WARNING"} for name in ("httpx", "httpcore")}
+    return {
+        "version": 1,
+        "disable_existing_loggers": False,
+        "formatters": {"without key": {"()": "engine_log.Formatter"}},
+        "handlers": {"journal": {"class": "logging.StreamHandler", "formatter": "without key"}},
+        "root": {"level": "INFO", "handlers": ["journal"]},
+        "loggers": {**quiet, "flashinfer.jit": {"level": "ERROR"}},
+    }
+
+
+def other_services(plan: Plan) -> list[layout.ServicePaths]:
+    """The services of every other profile, of which at most one has been deployed before."""
+    return [layout.ServicePaths(name) for name in sorted(PROFILES) if unit_name(name) != plan.service.unit]
+
+
+def patched_files(plan: Plan) -> list[str]:
+    """Files of the release that patches change: a running server has read them at its start."""
+    return [f"{plan.site_packages}/{patch.file}" for patch in plan.patches]
+
+
+def key_files(key: str) -> list[files.File]:
+    """The API key, for clients and for the server."""
+    return [
+        files.File(layout.API_KEY, key + "\n", mode="600", secret=True),
+        # JSON is YAML; the key is the server's option of that name (sglang/srt/server_args_config_parser.py).
+        files.File(layout.API_KEY_CONFIGURATION, json.dumps({"api-key": key}) + "\n", mode="600", secret=True),
+    ]
+
+
+def key_problem(key: str) -> str | None:
+    """Why a text cannot be an API key, None if it can."""
+    if not 16 <= len(key) <= 512:
+        return f"{len(key)} characters, wanted 16 to 512"
+    if key.startswith("-"):
+        return "a dash in front, which SGLang's argument parser takes for a flag"
+    if any(not 33 <= ord(character) <= 126 for character in key):
+        return "spaces or characters outside of ASCII, which no HTTP header carries"
+    return None
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, indent=1, ensure_ascii=False) + "\n"

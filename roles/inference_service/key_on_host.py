@@ -1,0 +1,39 @@
+"""Runs on the host: make an API key where there is none, and put it into the server's configuration. Prints no key."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+
+from kit import on_host
+from kit.on_host import Problem
+
+
+def act(key: str, configuration: str) -> None:
+    """key, configuration: paths. An existing key stays. Raises Problem for one that cannot be used."""
+    os.umask(0o077)
+    os.makedirs(os.path.dirname(key), exist_ok=True)
+    text = on_host.text(key)
+    if text is None:
+        text = "sk-" + secrets.token_urlsafe(32)
+        _write(key, text + "\n")
+    words = text.split()
+    if len(words) != 1 or not 16 <= len(words[0]) <= 512:
+        raise Problem(
+            f"{key}: found {len(words)} words, {len(text)} characters; wanted one key of 16 to 512 characters. "
+            "Fix: remove that file and deploy again, which makes a new key"
+        )
+    _write(configuration, json.dumps({"api-key": words[0]}) + "\n")
+
+
+def _write(path: str, text: str) -> None:
+    beside = os.path.join(os.path.dirname(path), f".{os.path.basename(path)}.new")
+    if os.path.lexists(beside):
+        os.unlink(beside)
+    descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.rename(beside, path)
