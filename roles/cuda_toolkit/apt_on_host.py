@@ -14,7 +14,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from kit.on_host import Problem
@@ -167,16 +167,24 @@ def _install(packages: dict[str, str], reinstall: list[str], source: str) -> Non
             raise Problem(f"apt-get: found {errors}{before}; wanted {what} installed. Fix: {fix(said, source)}")
 
 
-def require_disk(said: str) -> None:
+def _free(folder: str) -> int:
+    return shutil.disk_usage(folder).free
+
+
+def require_disk(
+    said: str,
+    archives: str = "/var/cache/apt/archives",
+    tree: str = "/usr/local",
+    free_of: Callable[[str], int] = _free,
+) -> None:
     """Compare apt's own figures with what is free; apt itself looks at its archive folder only. Raises Problem."""
     download = _bytes(re.search(r"Need to get ([\d.,]+) (\w+)", said))
     installed = _bytes(re.search(r"After this operation, ([\d.,]+) (\w+) of additional disk space", said))
-    archives, tree = "/var/cache/apt/archives", "/usr/local"
     wanted = {tree: installed, archives: download}
     if os.stat(archives).st_dev == os.stat(tree).st_dev:
         wanted = {tree: installed + download}
     for folder, size in wanted.items():
-        free = shutil.disk_usage(folder).free
+        free = free_of(folder)
         if size and free < size + SPARE_BYTES:
             raise Problem(
                 f"disk of {folder}: found {free / 1e9:.1f} GB free, wanted {(size + SPARE_BYTES) / 1e9:.1f} GB for "
