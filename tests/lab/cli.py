@@ -54,6 +54,8 @@ LOCK = Path("/run/lock/kimi-nodes-lab")
 def build(lab: Lab, suite: str) -> None:
     """Everything that is made once and kept."""
     controller.install_packages()
+    if not (lab.keys.is_dir() and is_built(lab, suite)):
+        controller.require_disk_for_a_release(lab, controller.BUILD_BYTES)
     controller.require_overlay(lab)
     began = time.monotonic()
     steps: list[tuple[str, Callable[[], object]]] = [
@@ -61,8 +63,6 @@ def build(lab: Lab, suite: str) -> None:
         (f"template {suite}", lambda: template.build(lab, suite)),
         ("tiny model", lambda: tiny_model.build(lab)),
     ]
-    if not is_built(lab, suite):
-        controller.require_disk_for_a_release(lab, controller.BUILD_BYTES)
     with lock(lab.parts / ".build.lock"):  # a second builder waits, then finds all made
         template.identity(lab)
         for what, step in steps:

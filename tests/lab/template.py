@@ -81,7 +81,7 @@ def key(lab: Lab, suite: str) -> str:
         Path(__file__).read_bytes(),
         suite,
         _sources(suite),
-        controller.python_index() or "",
+        controller.pip_configuration(controller.python_index(), AUTHORITIES),
         *[file.read_bytes() for file in trusted],
         driver_package.key(),
     )
