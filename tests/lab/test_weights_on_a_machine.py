@@ -1,4 +1,4 @@
-"""The weights role on a machine with systemd: what is lost with the connection, the machine's power or the hub is nothing."""
+"""The weights role on a machine with systemd: connection, power or hub may go, and nothing is lost."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ def test_a_dead_link_is_outlived_by_node_and_operator(weights: Weights) -> None:
     weights.assert_whole()
 
 
-@pytest.mark.parametrize("how", ["systemctl reboot", "echo b > /proc/sysrq-trigger || systemctl reboot -ff"])
+@pytest.mark.parametrize("how", ["systemctl reboot", "systemctl reboot -ff"])
 def test_a_reboot_loses_nothing_and_needs_nobody(weights: Weights, how: str) -> None:
     lab("hub", "rate", str(MIB))
     process = weights.start()
@@ -209,9 +209,8 @@ def test_a_transfer_that_stalls_is_restarted_by_the_watchdog(weights: Weights) -
     name = weights.manifest.files[1].path
     lab("hub", "fault", "stall", name, str(SHARD // 2), "2")
     drop_in = f"/run/systemd/system/{weights.paths.unit}.d"
-    ssh(
-        f"mkdir -p {drop_in}; printf '[Service]\\nWatchdogSec=4\\nRestartSec=1\\n' > {drop_in}/short.conf; systemctl daemon-reload"
-    )
+    short = "[Service]\\nWatchdogSec=4\\nRestartSec=1\\n"
+    ssh(f"mkdir -p {drop_in}; printf '{short}' > {drop_in}/short.conf; systemctl daemon-reload")
     try:
         code, output = weights.deploy()
         assert code == 0, output
