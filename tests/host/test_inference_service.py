@@ -1,0 +1,260 @@
+"""The server runs what the plan says, answers who has the key, and has nothing left to compile in front of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kit import files
+from kit.program import probe_command
+from node import layout
+from node.plan import Plan
+from roles.inference_service import content
+
+COLLECTOR = Path(__file__).parent / "inference_service_on_host.py"
+MEND = "Fix: run deploy.py"
+
+
+@pytest.fixture(scope="module")
+def found(host: Any, plan: Plan) -> dict[str, Any]:
+    """What there is of the service on the host, looked at in one command."""
+    service, question = plan.service, plan.service.question
+    arguments = {
+        "unit": service.unit,
+        "units": [service.unit, layout.FIREWALL_UNIT, *service.conflicts],
+        "paths": [
+            layout.CURRENT,
+            *(item.path for item in content.wanted(plan)),
+            *content.patched_files(plan),
+            *(path for other in content.other_services(plan) for path in other.files),
+        ],
+        "keys": layout.KEYS,
+        "key": service.api_key_path,
+        "configuration": layout.API_KEY_CONFIGURATION,
+        "searched": [
+            layout.CONFIGURATION,
+            layout.UNITS,
+            layout.TOOLS,
+            layout.STATE,
+            plan.paths.cache,
+            "/run/systemd/system",
+        ],
+        "receipt": plan.paths.warmup_receipt,
+        "ninja": f"{plan.paths.bin}/ninja",
+        "table": layout.FIREWALL_TABLE,
+        "address": f"http://{service.host}:{service.port}",
+        "question": {
+            "model": service.name,
+            "messages": [{"role": "user", "content": question.prompt}],
+            "max_tokens": question.max_tokens,
+            "temperature": question.temperature,
+            "top_p": question.top_p,
+        },
+        "seconds": 300,
+    }
+    answer = host.run(probe_command(COLLECTOR, arguments).get_raw_value())
+    assert answer.rc == 0, f"the host gives no answer: {answer.stderr.strip() or answer.stdout.strip()}"
+    collected = json.loads(answer.stdout.splitlines()[-1])
+    assert "found" in collected, f"the host cannot be looked at: {collected}"
+    result: dict[str, Any] = collected["found"]
+    return result
+
+
+def main_process(found: dict[str, Any], plan: Plan) -> dict[str, Any]:
+    """The server's main process. Fails where there is none."""
+    processes = [process for process in found["processes"] if process["pid"] == found["main"]]
+    assert processes, f"{plan.service.unit} has no process, wanted the server. Fix: journalctl -u {plan.service.unit}"
+    process: dict[str, Any] = processes[0]
+    return process
+
+
+def test_the_unit_is_active_and_comes_back_after_a_boot(found: dict[str, Any], plan: Plan) -> None:
+    """Active means that it has answered: its start ends with the right answer to a question. Enabled outlives a
+    reboot."""
+    state = found["units"][plan.service.unit]
+    installed = state["UnitFileState"] or "not installed"
+    wrong = f"{plan.service.unit} is {state['ActiveState']} ({state['Result']}), {installed}"
+    ready = (state["ActiveState"], state["UnitFileState"]) == ("active", "enabled")
+    assert ready, f"{wrong}, wanted active and enabled. Fix: run deploy.py; journalctl -u {plan.service.unit} says why"
+
+
+def test_no_other_profile_is_left(found: dict[str, Any], plan: Plan) -> None:
+    """Two servers want the same GPUs: whoever starts second dies of no memory, and after a boot it may be either."""
+    missing = set(plan.service.conflicts) - set(found["conflicts"])
+    assert not missing, f"{plan.service.unit} does not conflict with {', '.join(sorted(missing))}. {MEND}"
+    running = [
+        name for name in plan.service.conflicts if found["units"][name]["ActiveState"] not in ("inactive", "failed")
+    ]
+    assert not running, f"{', '.join(running)} runs beside {plan.service.unit}. {MEND}"
+    left = [path for other in content.other_services(plan) for path in other.files if found["files"][path]]
+    assert not left, f"files of another profile are left: {', '.join(left)}. {MEND}"
+
+
+def test_files_are_the_plans(found: dict[str, Any], plan: Plan) -> None:
+    """A unit edited by hand works until the next deploy undoes the edit: such a difference is to be seen now."""
+    wrong = files.compare(found["files"], content.wanted(plan))
+    assert not wrong, "; ".join(f"{path}: {reason}" for path, reason in wrong.items()) + f". {MEND}"
+
+
+def test_systemd_has_read_the_files_that_are_there(found: dict[str, Any], plan: Plan) -> None:
+    """A unit changed on disk and not loaded starts as something else after a boot than it runs as now."""
+    state = found["units"][plan.service.unit]
+    assert state["LoadState"] == "loaded", f"{plan.service.unit} is {state['LoadState']}. {MEND}"
+    assert state["NeedDaemonReload"] == "no", f"{plan.service.unit} changed after systemd read it. {MEND}"
+
+
+def test_the_process_was_started_as_planned(found: dict[str, Any], plan: Plan) -> None:
+    """Files prove what the next start will be. CUDA_HOME and PATH of the running process decide what compiles for it
+    now."""
+    process = main_process(found, plan)
+    wanted = [*plan.service.arguments, "--config", f"/run/credentials/{plan.service.unit}/keys.yaml"]
+    assert process["arguments"] == wanted, f"found arguments {process['arguments']}, wanted {wanted}. {MEND}"
+    wrong = {
+        name: f"found {process['environment'].get(name)!r}, wanted {value!r}"
+        for name, value in plan.service.environment.items()
+        if process["environment"].get(name) != value
+    }
+    assert not wrong, "; ".join(f"{name}: {difference}" for name, difference in wrong.items()) + f". {MEND}"
+    users = {each["user"] for each in found["processes"]}
+    assert users == {layout.SERVICE_USER}, f"its processes run as {users}, wanted {layout.SERVICE_USER}. {MEND}"
+
+
+def test_every_process_runs_the_current_release(found: dict[str, Any], plan: Plan) -> None:
+    """A patch in the tree is worth nothing while the schedulers run an older release, or read the file before the
+    patch.
+
+    Python keeps no source file open, so this is shown by what each process has mapped, which names its release, and by
+    the patched files: unchanged since the process started, so what is there is what it read.
+    """
+    link = found["files"][layout.CURRENT]
+    assert link and link["target"] == plan.paths.environment, (
+        f"{layout.CURRENT}: found {link and link['target']}, wanted {plan.paths.environment}. {MEND}"
+    )
+    main_process(found, plan)
+    engines = []
+    for process in found["processes"]:
+        releases = {
+            "/".join(path.split("/")[:5]) for path in process["mapped"] if path.startswith(layout.RELEASES + "/")
+        }
+        strangers = releases - {plan.paths.environment}
+        assert not strangers, f"process {process['pid']} has libraries of {', '.join(sorted(strangers))} mapped. {MEND}"
+        if any("/torch/lib/" in path for path in process["mapped"]):
+            engines.append(process)
+    assert len(engines) >= 2, (
+        f"{len(engines)} processes of {plan.service.unit} have torch of {plan.paths.environment} mapped, "
+        f"wanted the server and its scheduler. {MEND}"
+    )
+    for path in content.patched_files(plan):
+        file = found["files"][path]
+        assert file, f"{path}: missing. {MEND}"
+        late = [process["pid"] for process in engines if file["changed"] > process["started"]]
+        assert not late, f"{path} changed after processes {late} started: they have read another content. {MEND}"
+
+
+def test_it_answers_right(found: dict[str, Any], plan: Plan) -> None:
+    """Temperature and top_p are set, so that the kernels run that a health check never touches, and the content is
+    checked: servers have been seen healthy while they said rubbish."""
+    got = found["answers"]["with the key"]
+    wanted = plan.service.question.expected
+    assert got["status"] == 200 and wanted in got["answer"], (
+        f"asked {plan.service.question.prompt!r}, found {got['answer']!r} (status {got['status']}), wanted {wanted!r} "
+        f"in it. Fix: journalctl -u {plan.service.unit}; systemctl restart {plan.service.unit} waits for a right one"
+    )
+
+
+@pytest.mark.parametrize("who", ["with no key", "with another key"])
+def test_it_answers_nobody_without_the_key(found: dict[str, Any], plan: Plan, who: str) -> None:
+    """Every program on the node reaches loopback; only who can read the key may use the GPUs."""
+    status = found["answers"][who]["status"]
+    assert status == 401, f"a question {who} got status {status}, wanted 401. {MEND}"
+
+
+def test_nobody_but_root_can_read_the_key(found: dict[str, Any], plan: Plan) -> None:
+    """Arguments and environment are for everybody or for every child, logs are copied: the key belongs in two root-only
+    files."""
+    for path, mode in (
+        (layout.KEYS, "700"),
+        (plan.service.api_key_path, "600"),
+        (layout.API_KEY_CONFIGURATION, "600"),
+    ):
+        state = found["keys"][path]
+        shown = f"{state['user']}, mode {state['mode']}" if state else "nothing"
+        assert shown == f"root, mode {mode}", f"{path}: found {shown}, wanted root, mode {mode}. {MEND}"
+    assert found["key_is_configured"], f"{layout.API_KEY_CONFIGURATION} does not hold the key. {MEND}"
+    allowed = {plan.service.api_key_path, layout.API_KEY_CONFIGURATION}
+    elsewhere = sorted(set(found["key_found_in"]) - allowed)
+    assert not elsewhere, (
+        f"the key is also in {', '.join(elsewhere)}. Fix: remove it there, and the key: deploy.py makes anew"
+    )
+
+
+def test_only_this_machine_reaches_the_server(found: dict[str, Any], plan: Plan) -> None:
+    """SGLang's port takes commands that load weights and unpickle data; torch's store has no password at all."""
+    sockets = found["listening"]
+    served = [each for each in sockets if each["port"] == plan.service.port]
+    assert served, f"nothing of {plan.service.unit} listens on port {plan.service.port}. {MEND}"
+    wrong = [each for each in served if each["address"] != plan.service.host]
+    assert not wrong, f"port {plan.service.port} is open on {wrong[0]['address']}, wanted {plan.service.host}. {MEND}"
+    state = found["units"][layout.FIREWALL_UNIT]
+    is_on = state["ActiveState"] == "active" and state["UnitFileState"] == "enabled"
+    assert is_on, f"{layout.FIREWALL_UNIT} is {state['ActiveState']}, {state['UnitFileState']}. {MEND}"
+    closed = closed_ports(found["firewall"])
+    for each in sockets:
+        loopback = each["address"].startswith("127.") or each["address"] in ("::1", "::ffff:127.0.0.1")
+        assert loopback or each["port"] in closed, (
+            f"process {each['pid']} listens on {each['address']} port {each['port']}, wanted loopback, or a port that "
+            f"table {layout.FIREWALL_TABLE} closes ({sorted(closed)}). {MEND}"
+        )
+
+
+def closed_ports(table: dict[str, Any] | None) -> set[int]:
+    """Ports that a rule of nft's JSON drops for every interface but loopback."""
+    ports: set[int] = set()
+    for entry in (table or {}).get("nftables", []):
+        rule = json.dumps(entry.get("rule", {}).get("expr", []))
+        if '{"drop": null}' not in rule or '"op": "!=", "left": {"meta": {"key": "iif"}}, "right": "lo"' not in rule:
+            continue
+        for part in entry["rule"]["expr"]:
+            match = part.get("match", {})
+            if match.get("left") == {"payload": {"protocol": "tcp", "field": "dport"}}:
+                right = match["right"]
+                ports |= set(right["set"] if isinstance(right, dict) else [right])
+    return ports
+
+
+def test_nothing_is_left_to_compile(found: dict[str, Any], plan: Plan) -> None:
+    """A server whose kernels are compiled by its first request passes every health check and keeps, or kills, its first
+    user."""
+    warm = found["warm"]
+    check = f"Fix: run deploy.py; systemctl start {plan.service_paths.warmup_unit} compiles by itself"
+    assert warm, f"{plan.paths.warmup_receipt}: missing, wanted the receipt of what was compiled. {check}"
+    asked = content.warmup(plan)
+    assert warm["receipt"]["asked"] == asked, f"compiled for {warm['receipt']['asked']}, wanted {asked}. {check}"
+    recorded = {file["path"]: file["sha256"] for module in warm["receipt"]["modules"] for file in module["files"]}
+    libraries = [path for path in recorded if path.endswith("/sampling/sampling.so")]
+    assert libraries and all(path.startswith(plan.paths.cache + "/") for path in recorded), (
+        f"found {list(recorded)}. {check}"
+    )
+    for path, digest in recorded.items():
+        now = warm["files"][path]
+        assert now and now["sha256"] == digest, f"{path}: {'other content' if now else 'missing'}. {check}"
+    for path, said in warm["ninja"].items():
+        assert "no work to do" in said, f"{path}: ninja would still do: {said.strip()[-200:]}. {check}"
+
+
+def test_what_is_compiled_is_for_these_gpus(found: dict[str, Any], plan: Plan) -> None:
+    """Code for another architecture loads, and fails at its first launch: the flags and the libraries themselves must
+    say so."""
+    assert found["warm"], f"{plan.paths.warmup_receipt}: missing, wanted compiled kernels. {MEND}"
+    number = {
+        architecture: int(architecture.rstrip("af").replace(".", "")) for architecture in plan.service.architectures
+    }
+    for path, flags in found["warm"]["flags"].items():
+        names = {flag.rpartition("sm_")[2].rstrip("af") for flag in flags}
+        assert names == {str(each) for each in number.values()}, f"{path}: found {flags}, wanted sm_{number}. {MEND}"
+    assert found["warm"]["code"], f"no library of {plan.paths.warmup_receipt} is there. {MEND}"
+    for path, code in found["warm"]["code"].items():
+        assert code == sorted(number.values()), f"{path}: found code for {code}, wanted {number}. {MEND}"
