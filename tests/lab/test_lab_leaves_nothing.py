@@ -71,7 +71,12 @@ def nothing_before_and_after() -> Iterator[None]:
     lab("down")
 
 
+def kernel_settings() -> dict[str, str]:
+    return {name: Path("/proc/sys", name).read_text() for name in network.KERNEL_SETTINGS}
+
+
 def test_down_removes_everything_that_up_made() -> None:
+    alone, before = not settings.RUNTIME.exists(), kernel_settings()
     started = lab("up", "2")
     assert started.returncode == 0, started.stderr
     subprocess.run(["ssh", "-F", LAB.ssh_config, "h1", "true"], check=True)  # leaves a master connection
@@ -89,6 +94,8 @@ def test_down_removes_everything_that_up_made() -> None:
     ended = lab("down")
     assert ended.returncode == 0, ended.stderr
     assert traces() == {}
+    if alone:  # another lab would still need them
+        assert kernel_settings() == before and not settings.RUNTIME.exists()
 
 
 @pytest.mark.parametrize("wait_s", [0.15, 0.3, 0.5, 0.8, 1.2])
