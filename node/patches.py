@@ -84,8 +84,8 @@ def apply(patch: Patch, source: bytes) -> bytes:
 def bears_load(patch: Patch, version: str, nvcc: str | None) -> tuple[bool, str]:
     """Whether the fault is there, by version and compiler, and the reason.
 
-    nvcc: release of the compiler that CUDA_HOME names, "13.0". Without one (None) a fault that depends on it is taken to
-    be there; `decide` does not act on that.
+    nvcc: release of the compiler that CUDA_HOME names, "13.0". Without one (None) a fault that depends on it is taken
+    to be there; `decide` does not act on that.
     """
     if not SpecifierSet(patch.versions).contains(Version(version), prereleases=True):
         return False, f"{patch.package} {version} is not {patch.versions}: {patch.retired_by}"
@@ -135,7 +135,7 @@ def decide(patch: Patch, evidence: Evidence) -> Decision:
     return Decision(
         "conflict",
         f"{patch.file}: found sha256 {evidence.digest or 'of no file'}, wanted {wanted} of "
-        f"{patch.package} {version}. Fix: somebody edited the release; remove its directory below {RELEASES} and run deploy.py",
+        f"{patch.package} {version}. Fix: remove the edited release's directory below {RELEASES} and run deploy.py",
     )
 
 
