@@ -244,7 +244,7 @@ def differences(found: Mapping[str, str], wanted: Mapping[str, str]) -> str:
 
 
 def compile_bytecode(request: Mapping[str, Any]) -> None:
-    """All modules but tests, once: who serves may not write here, and each process would compile 12 s long at its start."""
+    """All modules but tests, once: who serves may not write here, and each process would compile for 12 s."""
     tell(request, "compiling modules")
     done = subprocess.run(
         [f"{request['environment']}/bin/python", "-I", "-m", "compileall", "-q", "-j", "0", "-x", "/tests?/",
@@ -254,7 +254,7 @@ def compile_bytecode(request: Mapping[str, Any]) -> None:
     # Exit code 1: some wheels carry templates and test data that are no Python; they are no modules of this release.
     if done.returncode not in (0, 1):
         raise Failed(
-            f"compileall exited {done.returncode}, wanted 0 or 1. Fix: free memory and disk space, then run deploy.py again"
+            f"compileall exited {done.returncode}, wanted 0 or 1. Fix: free memory and disk space, then deploy again"
         )
 
 

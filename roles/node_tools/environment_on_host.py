@@ -30,33 +30,34 @@ def act(
     uv: str,
 ) -> None:
     """Nothing is done where the receipt and the program `uv` are there. Raises Problem with pip's words."""
-    parent = os.path.dirname(environment)
     os.umask(0o022)
+    parent = os.path.dirname(environment)
     os.makedirs(parent, exist_ok=True)
     descriptor = os.open(parent, os.O_RDONLY | os.O_DIRECTORY)
-    fcntl.flock(descriptor, fcntl.LOCK_EX)  # a run whose connection was lost may still be at it
-    if os.path.exists(receipt) and os.access(uv, os.X_OK):
-        return
-    in_use = os.path.basename(os.path.realpath(link))
-    for name in os.listdir(parent):
-        if name != in_use or name == os.path.basename(environment):
-            shutil.rmtree(os.path.join(parent, name))
     try:
-        _build(environment, python, lock)
-        found = versions(site_packages)
-        wrong = differences({name: found.get(name) for name in distributions}, distributions)
-        if wrong:
-            raise Problem(f"{environment}: {wrong}. Fix: deploy again; if it stays, remove that folder first")
-    except BaseException:
-        shutil.rmtree(environment, ignore_errors=True)
-        raise
-    subprocess.run(["sync", "-f", environment], check=True)
-    with open(receipt + ".new", "w", encoding="utf-8") as file:
-        json.dump({"distributions": dict(distributions), "python": python}, file, indent=1, sort_keys=True)
-        file.flush()
-        os.fsync(file.fileno())
-    os.rename(receipt + ".new", receipt)
-    os.fsync(descriptor)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)  # a run whose connection was lost may still be at it
+        if os.path.exists(receipt) and os.access(uv, os.X_OK):
+            return
+        in_use = os.path.basename(os.path.realpath(link))
+        for name in os.listdir(parent):
+            if name != in_use or name == os.path.basename(environment):
+                shutil.rmtree(os.path.join(parent, name))
+        try:
+            _build(environment, python, lock)
+            if wrong := differences(versions(site_packages), distributions):
+                raise Problem(f"{environment}: {wrong}. Fix: deploy again; if it stays, remove that folder first")
+        except BaseException:
+            shutil.rmtree(environment, ignore_errors=True)
+            raise
+        subprocess.run(["sync", "-f", environment], check=True)
+        with open(receipt + ".new", "w", encoding="utf-8") as file:
+            json.dump({"distributions": dict(distributions), "python": python}, file, indent=1, sort_keys=True)
+            file.flush()
+            os.fsync(file.fileno())
+        os.rename(receipt + ".new", receipt)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def versions(site_packages: str) -> dict[str, str]:
@@ -67,7 +68,7 @@ def versions(site_packages: str) -> dict[str, str]:
     }
 
 
-def differences(found: Mapping[str, str | None], wanted: Mapping[str, str]) -> str:
+def differences(found: Mapping[str, str], wanted: Mapping[str, str]) -> str:
     """What is not as wanted, "" if all is."""
     return ", ".join(
         f"{name} found {found.get(name) or 'nothing'}, wanted {version}"
@@ -86,7 +87,8 @@ def _build(environment: str, python: str, lock: str) -> None:
         # The addresses and authorities of packages are the machine's own (pip.conf): nothing is said of them here.
         _run(
             [f"{environment}/bin/python", "-m", "pip", "install", "--require-hashes", "--no-deps",
-             "--only-binary=:all:", "--no-cache-dir", "--no-input", "--disable-pip-version-check", "--requirement", file.name],
+             "--only-binary=:all:",
+             "--no-cache-dir", "--no-input", "--disable-pip-version-check", "--requirement", file.name],
             "install the tools' lock",
             "see that this host reaches its package index: python3 -m pip download uv, and pip config list",
         )  # fmt: skip

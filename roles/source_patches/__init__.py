@@ -1,0 +1,1 @@
+"""Exact edits of a release's sources, made before it becomes current, each with the evidence that it is needed."""
