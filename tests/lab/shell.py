@@ -106,7 +106,7 @@ def remove_outdated(wanted: Path, all_keys: Iterable[Path]) -> None:
         with contextlib.suppress(OSError):
             in_use += command.read_bytes().decode(errors="replace")
     for other in all_keys:
-        if other != wanted and not other.name.endswith(".partial") and f"{other}" not in in_use:
+        if other != wanted and str(other) not in in_use:
             remove_tree(other)
 
 
