@@ -6,5 +6,5 @@ weights_directory = "/srv/weights"
 model = "lab-tiny"  # trained by bin/lab build
 profile = "cpu"
 release = "sglang-0.5.17"
-toolkits_beside = ["12.8"]  # newly installed beside 13.0, and it stays the one behind /usr/local/cuda
+toolkits_beside = ["12.8"]  # newly installed beside the release's 13.0
 start_timeout = 900  # two busy cores need a few minutes
