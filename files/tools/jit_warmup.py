@@ -34,6 +34,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -83,6 +84,7 @@ def warm(asked: Mapping[str, Any]) -> None:
             return
         for reason in reasons:
             print(f"not warm: {reason}", flush=True)
+        forget_changed(Path(asked["receipt"]))
         began = time.monotonic()
         module = compile_sampling(asked)
         receipt = {
@@ -101,17 +103,16 @@ def why_not_warm(asked: Mapping[str, Any]) -> list[str]:
     """What of the receipt does not hold any more, [] if all does. Compiles nothing and imports nothing."""
     path = Path(asked["receipt"])
     try:
-        receipt = json.loads(path.read_text(encoding="utf-8"))
-        modules = receipt["modules"]
+        receipt, files = read_receipt(path)
     except FileNotFoundError:
         return [f"{path}: no receipt"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        return [f"{path}: cannot be read ({error})"]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return [f"{path}: cannot be read ({error!r})"]
     reasons = []
     if receipt.get("format") != FORMAT:
         reasons.append(f"receipt has format {receipt.get('format')}, this program writes {FORMAT}")
     for name, value in asked.items():
-        if receipt.get("asked", {}).get(name) != value:
+        if receipt["asked"].get(name) != value:
             reasons.append(f"{name} was {receipt.get('asked', {}).get(name)!r}, now {value!r}")
     try:
         nvcc = nvcc_version(asked)
@@ -119,12 +120,29 @@ def why_not_warm(asked: Mapping[str, Any]) -> list[str]:
             reasons.append(f"nvcc was {receipt.get('nvcc')}, now {nvcc}")
     except Problem as problem:
         reasons.append(str(problem))
-    for module in modules:
-        for file in module["files"]:
-            found = digest(Path(file["path"]))
-            if found != file["sha256"]:
-                reasons.append(f"{file['path']}: {'missing' if found is None else 'other content'}")
+    for file, wanted in files.items():
+        found = digest(file)
+        if found != wanted:
+            reasons.append(f"{file}: {'missing' if found is None else 'other content'}")
     return reasons
+
+
+def forget_changed(receipt: Path) -> None:
+    """Remove the folder of every module of which a file is not as it was compiled: to ninja, newer is good."""
+    try:
+        _, files = read_receipt(receipt)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return
+    for folder in {file.parent for file, wanted in files.items() if digest(file) != wanted}:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def read_receipt(path: Path) -> tuple[dict[str, Any], dict[Path, str]]:
+    """The receipt, and the SHA-256 of every file in it. Raises OSError, or what malformed JSON leads to."""
+    receipt = json.loads(path.read_text(encoding="utf-8"))
+    files = {Path(file["path"]): file["sha256"] for module in receipt["modules"] for file in module["files"]}
+    receipt["asked"].get("release")
+    return receipt, files
 
 
 def nvcc_version(asked: Mapping[str, Any]) -> str:

@@ -113,10 +113,11 @@ def serve(
         *differences(found["process"], arguments, environment),
     ]
     starts = not running or bool(reasons)
-    if not starts and not old and unit["ActiveState"] == "active" and unit["UnitFileState"] == "enabled":
+    steady = not starts and unit["ActiveState"] == "active" and unit["UnitFileState"] == "enabled"
+    if steady and not old and not found["warm"]:
         host().noop(f"{paths.unit} is active, with the arguments, environment, key and files of the plan")
         return
-    if found["warm"] and starts:
+    if found["warm"]:
         yield from units.join(paths.warmup_unit, "Compiling", paths.warmup_status, warming)
     if starts:
         for reason in reasons:
