@@ -33,6 +33,8 @@ ENVIRONMENT = {"DEBIAN_FRONTEND": "noninteractive", "NEEDRESTART_SUSPEND": "1", 
 UNTRUSTED = re.compile(
     r"GPG error|NO_PUBKEY|is not signed|EXPKEYSIG|KEYEXPIRED|REVKEYSIG|BADSIG|INVALIDSIG|[Ss]ignature|[Uu]nsigned"
 )
+# Said of signatures that are good today: apt 3 of what a later policy will refuse, apt 2 of keys in trusted.gpg.
+FOR_LATER = re.compile(r"Policy will reject|uses weak algorithm|legacy trusted\.gpg")
 STALE = re.compile(r"404 +Not Found|Unable to locate|Unable to fetch|no installation candidate|unmet dep")
 LOCKED = re.compile(r"Could not get lock|Unable to lock|is locked by another process|is another process using it")
 SPARE_BYTES = 500 * 10**6  # beyond what apt says, for dpkg's own files and the other steps of a deploy
@@ -98,8 +100,8 @@ def _update(address: str, source: str, written: list[str]) -> None:
             "-o", "APT::Get::List-Cleanup=0", "-o", "Acquire::Retries=3", "-o", "APT::Update::Error-Mode=any",
         ]
     )  # fmt: skip
-    complaints = [line for line in said.splitlines() if line.startswith(("W:", "E:", "Err:"))]
-    untrusted = [line for line in complaints if UNTRUSTED.search(line)]
+    complaints = [line for line in said.splitlines() if line.startswith(("W:", "E:", "Err:", "Warning:", "Error:"))]
+    untrusted = [line for line in complaints if UNTRUSTED.search(line) and not FOR_LATER.search(line)]
     if code == 0 and not untrusted:
         return
     for path in written:

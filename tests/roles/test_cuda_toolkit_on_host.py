@@ -228,35 +228,51 @@ def test_links_among_other_peoples_toolkits_are_theirs(tree: Tree) -> None:
 # --- apt -------------------------------------------------------------------------------------------------------------
 
 
-class Repository:
-    """A flat repository in a folder, and an apt that knows no other."""
+class Signers:
+    """Two keys, "ours" and "other", in a home of gpg's own."""
 
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.folder, self.keys = folder / "repository", folder / "keys"
-        self.home = Path("/tmp") / f"kimi-gpg-{os.getpid()}-{time.monotonic_ns()}"  # gpg's sockets want a short path
-        for made in (
-            self.folder,
-            self.keys,
-            self.home,
-            *(folder / name for name in ("lists/partial", "cache/partial")),
-        ):
-            made.mkdir(parents=True, mode=0o700)
+    def __init__(self, keys: Path) -> None:
+        self.keys = keys
+        self.home = Path("/tmp") / f"kimi-gpg-{os.getpid()}-signers"  # gpg's sockets want a short path
+        self.home.mkdir(mode=0o700)
         self.environment = {**os.environ, "GNUPGHOME": str(self.home)}
         for name in ("ours", "other"):
             self.gpg("--quick-generate-key", name, "rsa2048", "sign", "never")
-            self.gpg("--output", str(self.keys / f"{name}.gpg"), "--export", name)
+            self.gpg("--output", str(keys / f"{name}.gpg"), "--export", name)
+
+    def gpg(self, *arguments: str) -> None:
+        command = ["gpg", "--batch", "--quiet", "--yes", "--pinentry-mode", "loopback", "--passphrase", "", *arguments]
+        subprocess.run(command, env=self.environment, check=True, capture_output=True)
+
+    def close(self) -> None:
+        subprocess.run(["gpgconf", "--kill", "all"], env=self.environment, check=False)
+        shutil.rmtree(self.home, ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def signers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Signers]:
+    made = Signers(tmp_path_factory.mktemp("keys"))
+    yield made
+    made.close()
+
+
+class Repository:
+    """A flat repository in a folder, and an apt that knows no other."""
+
+    def __init__(self, folder: Path, signers: Signers, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.folder, self.signers = folder / "repository", signers
+        for made in (self.folder, folder / "lists/partial", folder / "cache/partial"):
+            made.mkdir(parents=True)
         self.source = folder / "test.sources"
-        self.source.write_text(f"Types: deb\nURIs: file:{self.folder}/\nSuites: /\nSigned-By: {self.keys}/ours.gpg\n")
+        self.source.write_text(
+            f"Types: deb\nURIs: file:{self.folder}/\nSuites: /\nSigned-By: {signers.keys}/ours.gpg\n"
+        )
         configuration = folder / "apt.conf"
         configuration.write_text(
             f'Dir::State::lists "{folder}/lists";\nDir::Cache "{folder}/cache";\nDir::Etc::parts "-";\n'
             f'APT::Sandbox::User "{"root" if os.geteuid() == 0 else ""}";\nDebug::NoLocking "true";\n'
         )
         monkeypatch.setenv("APT_CONFIG", str(configuration))
-
-    def gpg(self, *arguments: str) -> None:
-        command = ["gpg", "--batch", "--quiet", "--yes", "--pinentry-mode", "loopback", "--passphrase", "", *arguments]
-        subprocess.run(command, env=self.environment, check=True, capture_output=True)
 
     def publish(self, signer: str | None, age: int) -> None:
         """Write the lists anew, dated `age` seconds ago; signer None leaves them unsigned."""
@@ -273,18 +289,14 @@ class Repository:
         for name in ("InRelease", "Release.gpg"):
             (self.folder / name).unlink(missing_ok=True)
         if signer:
-            self.gpg("--local-user", signer, "--clearsign", "--output", str(self.folder / "InRelease"), str(release))
-
-    def close(self) -> None:
-        subprocess.run(["gpgconf", "--kill", "all"], env=self.environment, check=False)
-        shutil.rmtree(self.home, ignore_errors=True)
+            self.signers.gpg(
+                "--local-user", signer, "--clearsign", "--output", str(self.folder / "InRelease"), str(release)
+            )
 
 
 @pytest.fixture
-def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Repository]:
-    made = Repository(tmp_path, monkeypatch)
-    yield made
-    made.close()
+def repository(tmp_path: Path, signers: Signers, monkeypatch: pytest.MonkeyPatch) -> Repository:
+    return Repository(tmp_path, signers, monkeypatch)
 
 
 @needs("apt-get", "gpg")
@@ -302,7 +314,7 @@ def test_lists_signed_by_another_key_are_an_error_also_where_apt_goes_on_with_th
     assert subprocess.run(plain, capture_output=True, check=False).returncode == 0, "what this test is about"
     with pytest.raises(Problem, match=r"NO_PUBKEY|[Ss]ignature") as told:
         apt_on_host._update(ADDRESS, str(repository.source), [str(written)])
-    assert f"rm {repository.keys}/ours.gpg" in str(told.value)
+    assert f"rm {repository.signers.keys}/ours.gpg" in str(told.value)
     assert not written.exists(), "what this run wrote to trust it is taken back"
 
 
@@ -312,6 +324,29 @@ def test_lists_that_were_never_trusted_are_an_error(repository: Repository, sign
     repository.publish(signer, 60)
     with pytest.raises(Problem, match="wanted lists signed by the pinned key"):
         apt_on_host._update(ADDRESS, str(repository.source), [])
+
+
+EXPIRED = "W: GPG error: https://x  InRelease: The following signatures were invalid: EXPKEYSIG A4B469963BF863CC x"
+SQV = "W: OpenPGP signature verification failed: https://x  InRelease: Sub-process /usr/bin/sqv returned an error code (1)"
+WEAK = "W: https://x/InRelease: Policy will reject signature within a year, see --audit for details"
+LEGACY = "W: https://x/InRelease: Key is stored in legacy trusted.gpg keyring (/etc/apt/trusted.gpg)"
+
+
+@pytest.mark.parametrize(
+    ("code", "said", "refused"),
+    [(0, EXPIRED, True), (0, SQV, True), (0, WEAK, False), (0, LEGACY, False), (100, WEAK, True), (0, "", False)],
+)
+def test_what_apt_says_of_signatures_is_weighed(
+    monkeypatch: pytest.MonkeyPatch, code: int, said: str, refused: bool
+) -> None:
+    """apt's words for a bad signature stop the host whatever its exit code; those for a distant day do not."""
+    monkeypatch.setattr(apt_on_host, "_patiently", lambda argv: (code, f"Hit:1 https://x InRelease\n{said}\n"))
+    try:
+        apt_on_host._update(ADDRESS, "/no/source", [])
+    except Problem as told:
+        assert refused and said in str(told)
+    else:
+        assert not refused
 
 
 @needs("apt-get", "gpg")
