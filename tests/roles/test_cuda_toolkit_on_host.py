@@ -327,7 +327,7 @@ def test_lists_that_were_never_trusted_are_an_error(repository: Repository, sign
 
 
 EXPIRED = "W: GPG error: https://x  InRelease: The following signatures were invalid: EXPKEYSIG A4B469963BF863CC x"
-SQV = "W: OpenPGP signature verification failed: https://x  InRelease: Sub-process /usr/bin/sqv returned an error code (1)"
+SQV = "W: OpenPGP signature verification failed: https://x  InRelease: Sub-process /usr/bin/sqv returned an error (1)"
 WEAK = "W: https://x/InRelease: Policy will reject signature within a year, see --audit for details"
 LEGACY = "W: https://x/InRelease: Key is stored in legacy trusted.gpg keyring (/etc/apt/trusted.gpg)"
 
