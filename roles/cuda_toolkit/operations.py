@@ -53,7 +53,7 @@ def stand_side_by_side(plan: Plan) -> Commands:
     if files.compare(found["files"], pin):
         quiet = False
         yield from files.apply(pin, found["files"])
-    if not judgement.is_proved(found, plan):
+    if work or not judgement.is_proved(found, plan):
         quiet = False
         yield from _prove(found, plan, before)
     if quiet:

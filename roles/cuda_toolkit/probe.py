@@ -172,11 +172,10 @@ def owner_of(path: str, installed: dict[str, dict[str, Any]], info: str = INFO) 
 
 
 def _package_files(name: str, ending: str, info: str) -> str:
-    for path in (f"{info}/{name}.{ending}", *glob.glob(f"{info}/{glob.escape(name)}:*.{ending}")):
-        text = on_host.text(path, 1 << 26)
-        if text is not None:
-            return text
-    return ""
+    text = on_host.text(f"{info}/{name}.{ending}", 1 << 26)
+    if text is None:  # a package of Multi-Arch: same has its architecture in the name
+        text = next((on_host.text(path, 1 << 26) for path in glob.glob(f"{info}/{name}:*.{ending}")), None)
+    return text or ""
 
 
 # --- a toolkit -------------------------------------------------------------------------------------------------------
