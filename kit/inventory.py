@@ -7,6 +7,7 @@ standard library for gevent.
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import functools
 import json
@@ -91,6 +92,17 @@ def load(path: str | Path, limit: str | None = None) -> dict[str, HostEntry]:
             "Fix: give another --limit"
         )
     return limited
+
+
+def override(text: str) -> tuple[str, Any]:
+    """One --data KEY=VALUE, as pyinfra reads it: a Python literal, else text. Raises InventoryError."""
+    key, equals, value = text.partition("=")
+    if not key or not equals:
+        raise InventoryError(f"--data {text}: found no key and value, wanted KEY=VALUE. Fix: --data profile=ep4")
+    try:
+        return key, ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        return key, value
 
 
 def _read(path: str) -> dict[str, Any]:

@@ -8,10 +8,8 @@ says of itself now, so that nothing here restates a path or a version.
 
 from __future__ import annotations
 
-import ast
+import contextlib
 import json
-import subprocess
-import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,8 @@ from typing import Any
 import pytest
 import testinfra
 
-from kit.inventory import HostEntry, InventoryError, load
+from kit import ssh_config
+from kit.inventory import HostEntry, InventoryError, load, override
 from kit.program import probe_command
 from node import plan as plan_module
 from node.hardware import QUERY_FIELDS
@@ -47,63 +46,14 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError("the verify suite wants hosts. Fix: pytest tests/host --inventory inventory/pro6000.py")
     try:
         config.stash[ENTRIES] = load(inventory, config.getoption("--limit"))
+        config.stash[OVERRIDES] = dict(override(text) for text in config.getoption("--data"))
     except InventoryError as error:
         raise pytest.UsageError(str(error)) from None
     if not config.stash[ENTRIES]:
         raise pytest.UsageError(f"{inventory} has no host. Fix: name one in it")
-    overrides: dict[str, Any] = dict(_override(text) for text in config.getoption("--data"))
-    config.stash[OVERRIDES] = overrides
-    folder = Path(tempfile.mkdtemp(prefix="kimi-verify-"))
-    config.stash[SSH_CONFIG] = folder / "ssh_config"
-    config.stash[SSH_CONFIG].write_text(ssh_config(config.stash[ENTRIES], folder))
-
-
-def pytest_unconfigure(config: pytest.Config) -> None:
-    if SSH_CONFIG not in config.stash:
-        return
-    path = config.stash[SSH_CONFIG]
-    for socket in path.parent.glob("control-*"):
-        subprocess.run(["ssh", "-o", f"ControlPath={socket}", "-O", "exit", "any"], capture_output=True, check=False)
-    for left in path.parent.iterdir():
-        left.unlink(missing_ok=True)
-    path.parent.rmdir()
-
-
-def _override(text: str) -> tuple[str, Any]:
-    key, equals, value = text.partition("=")
-    if not equals:
-        raise pytest.UsageError(f"--data {text}: wanted KEY=VALUE")
-    try:
-        return key, ast.literal_eval(value)
-    except (ValueError, SyntaxError):
-        return key, value
-
-
-def ssh_config(entries: Mapping[str, HostEntry], folder: Path) -> str:
-    """The inventory's ssh settings for the ssh program. testinfra connects anew for each command unless a ControlPath
-    is set."""
-    names = {
-        "ssh_hostname": "HostName",
-        "ssh_user": "User",
-        "ssh_port": "Port",
-        "ssh_key": "IdentityFile",
-        "ssh_known_hosts_file": "UserKnownHostsFile",
-    }
-    lines = []
-    for entry in entries.values():
-        lines.append(f"Host {entry.name}")
-        lines += [f"  {option} {entry.ssh[key]}" for key, option in names.items() if entry.ssh.get(key)]
-    lines += [
-        "Host *",
-        "  StrictHostKeyChecking yes",
-        "  BatchMode yes",
-        "  ControlMaster auto",
-        "  ControlPersist 60",
-        f"  ControlPath {folder}/control-%C",
-        "  LogLevel ERROR",
-    ]
-    user_config = Path("~/.ssh/config").expanduser()
-    return "\n".join(lines) + "\n" + (f"Include {user_config}\n" if user_config.exists() else "")
+    connections = contextlib.ExitStack()
+    config.stash[SSH_CONFIG] = connections.enter_context(ssh_config.written(config.stash[ENTRIES]))
+    config.add_cleanup(connections.close)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -115,7 +65,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @pytest.fixture(scope="session")
 def host(entry: HostEntry, request: pytest.FixtureRequest) -> Iterator[Any]:
     """The testinfra host of one inventory entry."""
-    if entry.name.startswith("@local"):
+    if ssh_config.is_local(entry):
         yield testinfra.get_host("local://")
         return
     sudo = "&sudo=True" if entry.ssh.get("_sudo") else ""
