@@ -61,6 +61,16 @@ def _https(value: str) -> str | None:
     return None if re.fullmatch(r"https?://[\w.:\[\]-]+(/[\w./~-]*)?", value) else "an http or https address"
 
 
+def _hub(value: str) -> str | None:
+    names = r"\{(repository|revision|path)\}"
+    plain = re.sub(names, "x", value)
+    if value.startswith("file:///"):
+        good = "{path}" in value and _absolute_path(plain.removeprefix("file://")) is None
+    else:
+        good = _https(plain) is None and ("{path}" in value or plain == value)
+    return None if good else "an http, https or file address, of a hub or with {path} where the file's path goes"
+
+
 def _fingerprint(value: str) -> str | None:
     return None if re.fullmatch(r"[0-9A-F]{40}", value) else "40 hex digits in capitals, without spaces"
 
@@ -141,9 +151,10 @@ KEYS = {
         Key(
             "hub",
             str,
-            "Where weights come from: the hub, or a mirror that answers like it.",
+            "Where weights come from: the hub, a mirror that answers like it, or any http, https or file:// address "
+            "with {path}, and where wanted {repository} and {revision}, in it.",
             default="https://huggingface.co",
-            check=_https,
+            check=_hub,
         ),
         Key(
             "hub_token_file",

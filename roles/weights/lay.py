@@ -80,6 +80,7 @@ def configuration(weights: Weights) -> str:
         "status": weights.paths.status,
         "user": layout.WEIGHTS_USER,
         "token_file": layout.HUB_TOKEN if weights.hub_token_file else "",
+        "client": f"{layout.TOOLS_ENVIRONMENT}/bin/python",
         "files_at_once": FILES_AT_ONCE,
         "connections_per_file": CONNECTIONS_PER_FILE,
         "stall_seconds": STALL_SECONDS,

@@ -123,9 +123,8 @@ class Join(units.Join):
     def _judge(self, found: Mapping[str, Any]) -> None:
         super()._judge(found)
         status = found["status"] or {}
-        if found["working"] and status.get("error") and status.get("error_since") is not None:
-            trouble = status["time"] - status["error_since"]
-            if trouble > TROUBLE_SECONDS:
-                raise Refusal(
-                    f"{self.title}: {status['error']} ({self.unit} has been trying for {trouble:.0f} s and goes on)"
-                )
+        trouble = status.get("trouble_seconds") or 0.0
+        if found["working"] and status.get("error") and trouble > TROUBLE_SECONDS:
+            raise Refusal(
+                f"{self.title}: {status['error']} ({self.unit} has been trying for {trouble:.0f} s and goes on)"
+            )

@@ -216,10 +216,10 @@ def judged(status: dict[str, Any] | None, active: str = "active") -> list[str]:
 
 def test_waiting_tells_of_trouble_that_lasts_and_of_an_end() -> None:
     error = "https://hub: no answer. Fix: see whether this node reaches it"
-    assert judged({"phase": "fetching", "error": None, "error_since": None, "time": 1000.0}) == []
+    assert judged({"phase": "fetching", "error": None, "trouble_seconds": None}) == []
     assert judged(None) == []
-    assert judged({"error": error, "error_since": 1000.0, "time": 1010.0}, "activating") == []
-    (told,) = judged({"error": error, "error_since": 1000.0, "time": 1200.0}, "activating")
+    assert judged({"error": error, "trouble_seconds": 10.0}, "activating") == []
+    (told,) = judged({"error": error, "trouble_seconds": 200.0}, "activating")
     assert error in told and "200 s" in told
     assert judged(None, "failed")[0] == "Weights: the agent's last words"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import itertools
 import json
@@ -16,6 +17,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
 import pytest
 from loopback_hub import Answer, LoopbackHub, loopback_hub
@@ -23,7 +25,8 @@ from loopback_hub import Answer, LoopbackHub, loopback_hub
 from files.tools.weights import errors, receipt
 from node.manifest import File, Manifest
 
-AGENT = Path(__file__).resolve().parents[2] / "files" / "tools" / "weights_agent.py"
+PROJECT = Path(__file__).resolve().parents[2]
+AGENT = PROJECT / "files" / "tools" / "weights_agent.py"
 PYTHON = "/usr/bin/python3"
 MIB = 1 << 20
 SHARDS, SHARD = 4, 6 * MIB
@@ -61,6 +64,7 @@ class Node:
             "status": str(folder / "status.json"),
             "user": "nobody",
             "token_file": "",
+            "client": "",
             "files_at_once": 2,
             "connections_per_file": 2,
             "stall_seconds": 2,
@@ -217,6 +221,93 @@ def test_wrong_bytes_from_both_transports_are_never_published(node: Node) -> Non
     assert node.status()["phase"] == "failed" and shard(3) in node.status()["error"]
 
 
+@pytest.fixture(scope="session")
+def tools_python() -> Path:
+    """The python of the tools' environment, as nodes have it: made once from its lock, kept in the project's cache."""
+    lock = PROJECT / "files" / "locks" / "tools.txt"
+    cache = Path(os.environ.get("KIMI_NODES_CACHE") or Path.home() / ".cache" / "kimi-nodes")
+    folder = cache / "tests" / f"tools-{hashlib.sha256(lock.read_bytes()).hexdigest()[:16]}"
+    python = folder / "bin" / "python"
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with (folder.parent / f"{folder.name}.lock").open("w") as lock_file:
+        fcntl.flock(lock_file, fcntl.LOCK_EX)  # another worker may be making it
+        if not (folder / "complete").exists():
+            shutil.rmtree(folder, ignore_errors=True)
+            subprocess.run([PYTHON, "-m", "venv", str(folder)], check=True)
+            install = [str(python), "-m", "pip", "install", "-q", "--require-hashes", "--no-deps", "-r", str(lock)]
+            subprocess.run(install, check=True)
+            (folder / "complete").touch()
+    return python
+
+
+def test_flipped_byte_in_transit_is_fetched_again_by_the_hubs_own_client(node: Node, tools_python: Path) -> None:
+    node.configure(client=str(tools_python))
+    node.hub.control(faults=[{"kind": "corrupt", "file": shard(2), "offset": 12345}])
+    done = node.fetch()
+    assert done.returncode == 0, done.stderr
+    assert f"{shard(2)}: found sha256:" in done.stderr and "fetched again by the hub's client" in done.stderr
+    assert "brought nothing" not in done.stderr
+    node.assert_whole()
+    assert 2 * SHARD <= node.hub.sent(shard(2)) < 3 * SHARD
+
+
+def test_the_hubs_client_sends_the_token_to_the_hub_only(node: Node, tools_python: Path) -> None:
+    give_token(node)
+    node.configure(client=str(tools_python))
+    node.hub.control(token=TOKEN, faults=[{"kind": "corrupt", "file": shard(2), "offset": 12345}])
+    done = node.fetch()
+    assert done.returncode == 0, done.stderr
+    assert "fetched again by the hub's client" in done.stderr and "brought nothing" not in done.stderr
+    hosts = {(request["host"], request["authorization"]) for request in node.hub.requests}
+    assert hosts == {("huggingface.co", True), ("cdn-lfs.huggingface.co", False)}
+    node.assert_whole()
+
+
+def test_a_client_that_fails_leaves_the_plain_connection(node: Node) -> None:
+    node.configure(client="/usr/bin/false")
+    node.hub.control(faults=[{"kind": "corrupt", "file": shard(2), "offset": 12345}])
+    done = node.fetch()
+    assert done.returncode == 0, done.stderr
+    assert "the hub's client brought nothing (exit code 1" in done.stderr
+    node.assert_whole()
+
+
+def test_wrong_bytes_of_the_client_too_are_never_published(node: Node, tools_python: Path) -> None:
+    node.configure(client=str(tools_python))
+    node.hub.control(faults=[{"kind": "corrupt", "file": shard(3), "offset": 99, "count": 1000}])
+    done = node.fetch()
+    assert done.returncode == errors.WrongContent.code
+    assert "by the hub's client, wanted" in done.stderr
+    node.assert_not_published()
+
+
+@pytest.mark.parametrize("kind", ["http", "folder"])
+def test_any_address_or_folder_with_the_files_is_a_mirror(node: Node, kind: str) -> None:
+    """An offline site: nothing of the hub's API, only the files."""
+    served = node.folder / "mirror"
+    shutil.copytree(node.repository, served / "tiny")
+
+    def serve(host: str, method: str, target: str) -> Answer | None:
+        path = unquote(urlsplit(target).path)
+        file = node.folder / path.lstrip("/")
+        return Answer(200, file=file) if file.is_file() and path.startswith("/mirror/") else Answer(404)
+
+    node.hub.override = serve
+    base = node.hub.address if kind == "http" else f"file://{node.folder}"
+    node.configure(hub=base + "/mirror/tiny/{path}")
+    (served / "tiny" / shard(2)).rename(node.folder / "away")
+    assert node.fetch().returncode == errors.NotOnHub.code
+    (node.folder / "away").rename(served / "tiny" / shard(2))
+    done = node.fetch()
+    assert done.returncode == 0, done.stderr
+    node.assert_whole()
+    shutil.rmtree(node.snapshot)
+    flip(served / "tiny" / shard(2))
+    done = node.fetch()
+    assert done.returncode == errors.WrongContent.code and shard(2) in done.stderr
+    node.assert_not_published()
+
+
 @pytest.mark.parametrize("change", [-1000, 1000], ids=["shorter", "longer"])
 def test_a_shard_of_another_size_is_never_published(node: Node, change: int) -> None:
     other = node.folder / shard(1)
@@ -338,8 +429,10 @@ def test_no_hub_at_all_is_said_before_anything_is_made(node: Node) -> None:
     assert done.returncode == errors.HubUnreachable.code
     assert node.hub.address in done.stderr and "Fix:" in done.stderr
     since = node.status()["error_since"]
+    time.sleep(1)
     assert node.fetch().returncode == errors.HubUnreachable.code
     assert node.status()["error_since"] == since, "tries one after the other are one trouble"
+    assert 1 <= node.status()["trouble_seconds"] < 30
     node.assert_not_published()
 
 
@@ -637,6 +730,55 @@ def test_gc_shows_first_and_removes_only_what_no_configuration_wants(node: Node)
         assert "in use by" in node.run("gc", "--delete").stdout and old.exists()
     assert "removed" in node.run("gc", "--delete").stdout
     assert not old.exists() and mine.exists()
+    node.assert_whole()
+
+
+def test_what_dead_runs_left_is_removed(node: Node) -> None:
+    node.staging.mkdir(parents=True)
+    (node.staging / "model.safetensors.incomplete").write_bytes(bytes(MIB))
+    (node.staging / shard(1)).write_bytes(bytes(MIB))
+    (node.staging / f"{shard(2)}.aria2").write_bytes(b"control file of a file that is gone")
+    (node.staging / shard(3)).write_bytes(bytes(SHARD))
+    other = node.staging.with_name(node.staging.name[:-40] + "2" * 40)
+    other.mkdir()
+    (other / shard(1)).write_bytes(bytes(MIB))
+    another_model = node.staging.with_name("lab--other-" + "2" * 40)
+    another_model.mkdir()
+    done = node.fetch()
+    assert done.returncode == 0, done.stderr
+    node.assert_whole()
+    assert not other.exists() and another_model.exists()
+
+
+def next_revision(node: Node) -> Manifest:
+    """The repository with another configuration file and the same weights."""
+    copied = node.folder / "next" / "lab" / "tiny"
+    shutil.copytree(node.repository, copied)
+    (copied / "config.json").write_text('{"model_type": "tiny", "tokenizer": "mended"}')
+    (copied / shard(1)).rename(copied / "renamed.safetensors")
+    node.hub.hub.roots[0] = node.folder / "next"
+    node.repository = copied
+    return Manifest(node.manifest.repository, node.hub.hub.listing(copied)[0], tuple(entries(copied)))
+
+
+def test_a_new_revision_takes_the_weights_that_are_the_same(node: Node) -> None:
+    assert node.fetch().returncode == 0
+    old, old_manifest = node.snapshot, node.manifest
+    node.manifest = next_revision(node)
+    node.snapshot = old.with_name(node.manifest.revision)
+    node.staging = node.staging.with_name(node.staging.name[:-40] + node.manifest.revision)
+    (node.folder / "manifest.json").write_text(node.manifest.dumps())
+    node.configure(revision=node.manifest.revision, snapshot=str(node.snapshot), staging=str(node.staging))
+    keep_time(old / shard(3), flip)  # what is damaged there is not taken
+    before = node.hub.sent()
+    done = node.fetch()
+    assert done.returncode == 0, done.stderr
+    node.assert_whole()
+    assert SHARD < node.hub.sent() - before < 1.5 * SHARD
+    assert list(receipt.check(str(old), old_manifest.sha256)["damaged"]) == [shard(3)]
+    shown = node.run("gc").stdout
+    assert str(old) in shown and int(shown.split(": ")[1].split()[0]) < 1.5 * SHARD, "shared files free nothing"
+    assert "removed" in node.run("gc", "--delete").stdout and not old.exists()
     node.assert_whole()
 
 

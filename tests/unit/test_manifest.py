@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from files.tools.weights import manifest as on_node
+from node.inventory import KEYS
 from node.manifest import File, Manifest, compare, loads
 from node.problems import Malformed
 
@@ -134,3 +135,26 @@ def test_comparing_names_every_file_that_differs_and_no_other() -> None:
     new = Manifest("a/b", REVISION, (same, File("changed", 4, "ef" * 32), File("new", 5, SHA256)))
     assert compare(old, new) == ["~ changed (3 -> 4 bytes)", "- gone (2 bytes)", "+ new (5 bytes)"]
     assert compare(old, old) == []
+
+
+@pytest.mark.parametrize(
+    ("value", "good"),
+    [
+        ("https://huggingface.co", True),
+        ("http://10.0.0.1:8080/mirror", True),
+        ("https://mirror.example/kimi/{path}", True),
+        ("https://mirror.example/{repository}/{revision}/{path}", True),
+        ("file:///mnt/usb/{repository}/{path}", True),
+        ("file:///mnt/usb", False),
+        ("file://mnt/{path}", False),
+        ("file:///mnt/../{path}", False),
+        ("https://mirror.example/{repository}", False),
+        ("https://mirror.example/{name}/{path}", False),
+        ("https://user:secret@mirror.example/{path}", False),
+        ("ftp://mirror.example/{path}", False),
+        ("huggingface.co", False),
+    ],
+)
+def test_where_weights_may_come_from(value: str, good: bool) -> None:
+    check = KEYS["hub"].check
+    assert (check(value) is None) is good

@@ -27,7 +27,7 @@ from . import configuration as configurations
 from . import manifest, receipt, snapshot
 from .configuration import Configuration
 from .errors import AgentError, Misconfigured, NoRoom, Stopped, WrongContent
-from .hub import Hub
+from .hub import source
 from .status import Status, notify
 
 CREDENTIAL = "hub-token"
@@ -73,11 +73,17 @@ def main(arguments: Sequence[str]) -> int:
         return error.code
 
 
-def _token(configuration: Configuration) -> str | None:
-    """The hub token: of the unit's credentials, or of root's file where root runs a command by hand."""
+def _token_path(configuration: Configuration) -> str | None:
+    """The file of the hub token: of the unit's credentials, or root's where root runs a command by hand."""
     folder = os.environ.get("CREDENTIALS_DIRECTORY")
-    path = os.path.join(folder, CREDENTIAL) if folder else configuration.token_file
-    if not path or not configuration.token_file:
+    if not configuration.token_file:
+        return None
+    return os.path.join(folder, CREDENTIAL) if folder else configuration.token_file
+
+
+def _token(configuration: Configuration) -> str | None:
+    path = _token_path(configuration)
+    if path is None:
         return None
     try:
         with open(path, encoding="ascii") as source:
@@ -117,7 +123,8 @@ def _bring(configuration: Configuration, token: str | None, stopping: Event) -> 
     status.start()
     notify("READY=1")  # started, not done: nothing waits for a unit that takes hours
     try:
-        hub = Hub(configuration.hub, token, configuration.stall_seconds)
+        # After `_become` root's file cannot be read again by the hub's client: it then asks without a token, and fails.
+        hub = source(configuration.hub, token, configuration.stall_seconds, _token_path(configuration))
         done = snapshot.bring(configuration, _manifest(configuration), hub, status, stopping)
     except AgentError as error:
         status.end("stopped" if isinstance(error, Stopped) else "failed", str(error))

@@ -12,9 +12,10 @@ from .errors import Misconfigured
 class Configuration:
     """One repository's weights on this node.
 
-    repository, revision: as in the manifest. hub: address that answers like the hub. directory: the owner's weights
+    repository, revision: as in the manifest. hub: see hub.source. directory: the owner's weights
     directory; snapshot, staging: below it. manifest, status: paths. user: who owns the weights. token_file: the hub
-    token as root keeps it, or "" (the unit gets it as a credential). files_at_once, connections_per_file: of aria2.
+    token as root keeps it, or "" (the unit gets it as a credential). client: the python that has
+    huggingface_hub, or "". files_at_once, connections_per_file: of aria2.
     """
 
     repository: str
@@ -27,6 +28,7 @@ class Configuration:
     status: str
     user: str
     token_file: str
+    client: str
     files_at_once: int
     connections_per_file: int
     stall_seconds: int

@@ -1,4 +1,4 @@
-"""Bring files into a staging folder, each hashed and right: aria2 first, the plain transport for what it gets wrong.
+"""Bring files into a staging folder, each hashed and right: aria2 first, another transport for what it gets wrong.
 
 A file is hashed in a thread as soon as it is complete, while others are on their way.
 """
@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from threading import Event
 from typing import Any
 
-from . import aria2, disk, hashing
+from . import aria2, client, disk, hashing
 from .configuration import Configuration
 from .errors import AgentError, HubUnreachable, NoRoom, Stopped, WrongContent
 from .hashing import Hashed
-from .hub import Hub
+from .hub import Folder, Hub
 from .journal import Journal
 from .manifest import File
 from .status import Status
@@ -28,6 +28,11 @@ SPARE = 1.02  # of the bytes still missing, for the file system's own needs
 TURN = 0.1  # seconds between two looks at the transfers
 PATIENCE = 60.0  # seconds without a byte, while everything fails, until the agent ends and systemd starts it again
 ARIA2_TRIES = 3  # failures of one file in a row, without a byte between them, until the plain transport takes it
+
+
+def say(text: str) -> None:
+    """A line for the journal."""
+    print(text, file=sys.stderr, flush=True)
 
 
 def threads() -> int:
@@ -39,8 +44,8 @@ def threads() -> int:
 class Fetch:
     """One file on its way.
 
-    done: bytes. leftover: whole by its size when this run began. seen: aria2 has told of it. wrong: what aria2 brought,
-    where it was not the manifest's content.
+    done: bytes. plain, client: the transport to take instead of aria2. leftover: whole by its size when this run began.
+    seen: aria2 has told of it. wrong: what the first transport brought, where it was not the manifest's content.
     """
 
     file: File
@@ -48,6 +53,7 @@ class Fetch:
     setbacks: int = 0
     not_before: float = 0.0
     plain: bool = False
+    client: bool = False
     leftover: bool = False
     seen: bool = False
     wrong: str = ""
@@ -61,7 +67,7 @@ class Gather:
         configuration: Configuration,
         revision: str,
         staging: str,
-        hub: Hub,
+        hub: Hub | Folder,
         status: Status,
         stopping: Event,
         held: Sequence[int] = (),
@@ -204,7 +210,9 @@ class Gather:
                 with open(self.path(fetch.file), "wb"):
                     pass
                 self._hash(fetch)
-            elif fetch.plain:
+            elif fetch.client:
+                self._fetch_by_client(fetch)
+            elif fetch.plain or not self._hub.serves_aria2:
                 self._fetch_plainly(fetch)
             elif self._hub.has_token or fetch.setbacks:
                 self._submit(self._askers, fetch, self._located, self._locate, fetch.file)
@@ -265,6 +273,41 @@ class Gather:
             moved,
             self._stopping,
         )
+
+    def _fetch_by_client(self, fetch: Fetch) -> None:
+        fetch.done = 0
+
+        def moved(count: int) -> None:
+            fetch.done = min(fetch.file.bytes, fetch.done + count)
+            self._byte(count)
+
+        self._submit(
+            self._askers,
+            fetch,
+            self._fetched_by_client,
+            client.download,
+            self._configuration.client,
+            self._hub.address,
+            self._hub.token_path,
+            self._configuration.repository,
+            self._revision,
+            fetch.file.path,
+            self._staging,
+            moved,
+            self._stopping,
+        )
+
+    def _fetched_by_client(self, fetch: Fetch, future: Future[None]) -> None:
+        try:
+            future.result()
+        except client.ClientFailed as error:
+            say(f"{fetch.file.path}: the hub's client brought nothing ({error}); a plain connection is left")
+            fetch.client, fetch.plain = False, True
+            self._waiting.insert(0, fetch)
+        except OSError as error:
+            raise self._disk_trouble(error, fetch.file) from None
+        else:
+            self._hash(fetch)
 
     def _fetched_plainly(self, fetch: Fetch, future: Future[None]) -> None:
         try:
@@ -351,20 +394,26 @@ class Gather:
             fetch.leftover = False  # a dead run's file only looked whole: that is no fault of the hub
         elif fetch.wrong:
             raise WrongContent(
-                f"{fetch.file.path} of {self._configuration.repository} at {self._revision}: found {fetch.wrong} "
-                f"by aria2 and {hashed.found} by a plain connection, wanted {fetch.file.digest} ({fetch.file.bytes} "
-                "bytes). Fix: see whether hub or mirror serve this revision (bin/pin --compare), and what lies between "
+                f"{fetch.file.path} of {self._configuration.repository} at {self._revision}: found {fetch.wrong} and "
+                f"{hashed.found} by {self._way(fetch)}, wanted {fetch.file.digest} ({fetch.file.bytes} bytes). "
+                "Fix: see whether hub or mirror serve this revision (bin/pin --compare), and what lies between "
                 "(a proxy, a cache)"
             )
         else:
-            fetch.wrong, fetch.plain = hashed.found, True
-            print(
-                f"{fetch.file.path}: found {hashed.found}, wanted {fetch.file.digest}; "
-                "deleted, fetched again by a plain connection",
-                file=sys.stderr,
-                flush=True,
+            fetch.wrong = f"{hashed.found} by {self._way(fetch)}"
+            fetch.client = bool(self._configuration.client) and self._hub.speaks_to_client
+            fetch.plain = not fetch.client
+            say(
+                f"{fetch.file.path}: found {fetch.wrong}, wanted {fetch.file.digest}; "
+                f"deleted, fetched again by {self._way(fetch)}"
             )
         self._waiting.insert(0, fetch)
+
+    def _way(self, fetch: Fetch) -> str:
+        """The transport that a file takes, in words."""
+        if fetch.client:
+            return "the hub's client"
+        return "a plain connection" if fetch.plain or not self._hub.serves_aria2 else "aria2"
 
     def _disk_trouble(self, error: OSError, file: File) -> AgentError:
         fix = "free space there" if disk.full(error) else "see what is wrong with that file system (dmesg)"

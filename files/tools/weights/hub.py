@@ -7,6 +7,7 @@ The token goes to the hub's own address and nowhere else: not to aria2, which wo
 from __future__ import annotations
 
 import http.client
+import os
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ from .errors import AgentError, HubUnreachable, NotOnHub, Refused, Stopped
 
 TIMEOUT = 30  # seconds without an answer, or without a byte
 BLOCK = 1 << 18
+COPY_BLOCK = 4 << 20
 _REDIRECTIONS = (301, 302, 303, 307, 308)
 
 
@@ -25,6 +27,15 @@ def origin(url: str) -> tuple[str, str, int]:
     """(scheme, host, port): what must be the same for a token to be sent."""
     parts = urlsplit(url)
     return parts.scheme, parts.hostname or "", parts.port or {"https": 443, "http": 80}.get(parts.scheme, 0)
+
+
+PATH = "{path}"
+
+
+def fill(pattern: str, repository: str, revision: str, path: str) -> str:
+    """A pattern with what stands for its three names."""
+    filled = pattern.replace("{repository}", repository).replace("{revision}", revision)
+    return filled.replace(PATH, path)  # last: a path may hold anything
 
 
 class _Stay(urllib.request.HTTPRedirectHandler):
@@ -38,16 +49,28 @@ _opener = urllib.request.build_opener(_Stay)
 
 
 class Hub:
-    """address: with scheme, no slash at its end. token: None for public repositories."""
+    """address: of a hub, with scheme, no slash at its end; or a pattern of addresses, with {path} and, where wanted,
+    {repository} and {revision} in it. token: None for public repositories; token_path: its file, for the hub's client.
+    """
 
-    def __init__(self, address: str, token: str | None = None, timeout: float = TIMEOUT):
+    serves_aria2 = True
+
+    def __init__(self, address: str, token: str | None = None, timeout: float = TIMEOUT, token_path: str | None = None):
         self.address, self._token, self._timeout = address.rstrip("/"), token, timeout
+        self.token_path = token_path if token is not None else None
+
+    @property
+    def speaks_to_client(self) -> bool:
+        """Whether the hub's own client understands what answers there."""
+        return PATH not in self.address
 
     @property
     def has_token(self) -> bool:
         return self._token is not None
 
     def url(self, repository: str, revision: str, path: str) -> str:
+        if PATH in self.address:
+            return fill(self.address, repository, revision, quote(path))
         return f"{self.address}/{repository}/resolve/{revision}/{quote(path)}"
 
     def open(self, url: str, method: str = "GET", headers: dict[str, str] | None = None, follow: bool = True) -> Any:
@@ -165,3 +188,54 @@ class Hub:
                     return  # too long already: its size will tell that it is not the manifest's
             if start < size and answer.length:
                 raise ConnectionError(f"cut after {start} of {size} bytes")
+
+
+class Folder:
+    """A folder of this node instead of a hub: a disk that was carried here, or a mount. Its files are copied.
+
+    address: file:// and an absolute path with {path} and, where wanted, {repository} and {revision} in it.
+    """
+
+    serves_aria2 = speaks_to_client = has_token = False
+    token_path = None
+
+    def __init__(self, address: str):
+        self.address = address
+
+    def _source(self, repository: str, revision: str, path: str) -> str:
+        return fill(self.address.removeprefix("file://"), repository, revision, path)
+
+    def locate(self, repository: str, revision: str, path: str) -> None:
+        """Raises NotOnHub where there is no such file."""
+        source = self._source(repository, revision, path)
+        if not os.path.isfile(source):
+            raise NotOnHub(f"{source}: found no file, wanted {path} of {repository}. Fix: mend the inventory key hub")
+
+    def url(self, repository: str, revision: str, path: str) -> str:
+        return "file://" + self._source(repository, revision, path)
+
+    def download(
+        self,
+        repository: str,
+        revision: str,
+        path: str,
+        target: str,
+        size: int,
+        moved: Callable[[int], None],
+        stopping: Event,
+    ) -> None:
+        """Copy a file. Raises NotOnHub, Stopped, and OSError of the disk."""
+        self.locate(repository, revision, path)
+        with open(self._source(repository, revision, path), "rb") as source, open(target, "wb") as written:
+            while block := source.read(COPY_BLOCK):
+                written.write(block)
+                moved(len(block))
+                if stopping.is_set():
+                    raise Stopped("stopped while copying")
+                if written.tell() > size:
+                    return
+
+
+def source(address: str, token: str | None, timeout: float, token_path: str | None = None) -> Hub | Folder:
+    """Where files come from, by the scheme of the address."""
+    return Folder(address) if address.startswith("file://") else Hub(address, token, timeout, token_path)

@@ -23,8 +23,9 @@ class Status:
     """A JSON file replaced once a second: {"phase", "done", "total", "unit": "bytes", "rate", "eta", "error", ...}.
 
     phase: one of starting, preflight, fetching, hashing, publishing, repairing, waiting, complete, failed, stopped.
-    rate: bytes a second over the last 15 s. eta: seconds. error: what keeps it from going on, since `error_since`
-    (seconds since the epoch), None while it goes on. progress_at: when a byte last moved.
+    rate: bytes a second over the last 15 s. eta: seconds. error: what keeps it from going on, None while it goes on;
+    error_since: when that began, on the clock of the machine's boot; trouble_seconds: how long ago that is, by a clock
+    that nobody sets. systemd's tries one after the other are one trouble. time: of this writing, wall clock.
     """
 
     def __init__(self, path: str, repository: str, revision: str):
@@ -45,17 +46,17 @@ class Status:
             "files_total": 0,
             "error": None,
             "error_since": self._trouble_before(path),
-            "progress_at": None,
             "pid": os.getpid(),
         }
 
     @staticmethod
     def _trouble_before(path: str) -> float | None:
-        """Since when it has not gone on: systemd's tries one after the other are one trouble."""
+        """Since when it has not gone on, by what an earlier run of this boot wrote last."""
         try:
             with open(path, encoding="utf-8") as source:
                 before = json.load(source)
-            return float(before["error_since"]) if before["phase"] == "failed" else None
+            since = float(before["error_since"])
+            return since if before["phase"] == "failed" and since <= boot_clock() else None
         except (OSError, ValueError, TypeError, KeyError):
             return None
 
@@ -73,7 +74,6 @@ class Status:
         """Bytes were fetched or hashed: there is life."""
         with self._lock:
             self._moved += count
-            self.fields["progress_at"] = time.time()
 
     def set(self, **fields: Any) -> None:
         with self._lock:
@@ -90,7 +90,7 @@ class Status:
                 if error != self.fields["error"]:
                     print(error, file=sys.stderr, flush=True)
                 self.fields["error"] = error
-                self.fields["error_since"] = self.fields["error_since"] or time.time()
+                self.fields["error_since"] = self.fields["error_since"] or boot_clock()
 
     def write(self) -> None:
         now = time.monotonic()
@@ -101,10 +101,12 @@ class Status:
             (then, before), elapsed = self._samples[0], now - self._samples[0][0]
             rate = (self._worked - before) / elapsed if elapsed > 0 and then < now else 0.0
             left = self.fields["total"] - self.fields["done"]
+            since = self.fields["error_since"]
             snapshot = {
                 **self.fields,
                 "rate": round(rate),
                 "eta": round(left / rate) if rate > 0 and left > 0 else None,
+                "trouble_seconds": round(boot_clock() - since, 1) if since is not None else None,
                 "time": time.time(),
             }
             alive, self._told = self._moved != self._told, self._moved
@@ -125,12 +127,17 @@ class Status:
         if self._thread is not None:
             self._thread.join()
         if error is not None:
-            self.fields["error_since"] = self.fields["error_since"] or time.time()
+            self.fields["error_since"] = self.fields["error_since"] or boot_clock()
         else:
             self.fields["error_since"] = None
         self.fields["error"] = error
         self.fields["phase"] = phase
         self.write()
+
+
+def boot_clock() -> float:
+    """Seconds since the machine's boot: the same for every process, and moved by nobody."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 def notify(text: str) -> None:
