@@ -22,10 +22,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from tests.lab import certificates, cgroup, network, nvidia_repository
+from tests.lab import certificates, cgroup, hub, network, nvidia_repository
 from tests.lab.hub import Answer, Faults, Hub
 from tests.lab.settings import CHECKOUT, SERVED_NAMES, Lab
-from tests.lab.shell import LabError
+from tests.lab.shell import LabError, key_of
 
 MEMBER = "services"
 BLOCK = 1 << 20
@@ -180,13 +180,23 @@ class Handler(BaseHTTPRequestHandler):
 
 
 def start(lab: Lab, limit_s: float = 10) -> None:
-    """Start the services of a lab unless they run; returns when they accept connections."""
+    """Start the services of a lab unless they run; returns when they accept connections.
+
+    Services of another version of themselves or of the repository are started anew: a hub of yesterday names other
+    commits.
+    """
     network.plug(lab, MEMBER, lab.services_address)
+    repository = nvidia_repository.build(lab)
+    made_of = key_of(str(repository), *(path.read_bytes() for path in (Path(__file__), Path(hub.__file__))))
+    note = lab.state / "services.key"
+    if cgroup.processes(lab, MEMBER) and (not note.exists() or note.read_text() != made_of):
+        cgroup.kill(lab, MEMBER)
     if not cgroup.processes(lab, MEMBER):
+        note.write_text(made_of)
         groups = cgroup.create(lab, MEMBER)
         command = [
             "ip", "netns", "exec", lab.namespace(MEMBER), "/usr/bin/python3", "-m", "tests.lab.services",
-            lab.services_address, certificates.authority(lab), nvidia_repository.build(lab), lab.parts / "hub",
+            lab.services_address, certificates.authority(lab), repository, lab.parts / "hub",
             lab.state,
         ]  # fmt: skip
         with (lab.state / "services.log").open("ab") as log:
@@ -220,11 +230,11 @@ def stop(lab: Lab) -> None:
 
 
 def main(arguments: list[str]) -> None:
-    address, certificate, repository, hub, state = arguments
+    address, certificate, repository, shelf, state = arguments
     state_folder = Path(state)
     Server(
         address, 443, Path(certificate), Path(repository).resolve(),
-        Hub([state_folder / "hub", Path(hub)], state_folder / "hub.json"), state_folder / "requests.jsonl",
+        Hub([state_folder / "hub", Path(shelf)], state_folder / "hub.json"), state_folder / "requests.jsonl",
     ).serve_forever()  # fmt: skip
 
 
