@@ -30,6 +30,8 @@ def reasons_to_build(found: Mapping[str, Any], digest: str, lock: str, distribut
     receipt = found["receipt"]
     if receipt is None:
         return ["half built" if found["there"] else "not built"]
+    if not found["there"]:
+        return ["its folder is gone"]
     reasons = []
     if receipt.get("digest") != digest or receipt.get("lock_sha256") != hashlib.sha256(lock.encode()).hexdigest():
         reasons.append("its receipt is of something else")
@@ -80,7 +82,8 @@ def build(
                     "free space on that file system (df -h), then run deploy.py again",
                 )
             )
-        host().log(f"release {request['release']} ({release_digest}): {'; '.join(reasons[:5])}")
+        more = f" and {len(reasons) - 5} more" if len(reasons) > 5 else ""
+        host().log(f"release {request['release']} ({release_digest}): {'; '.join(reasons[:5])}{more}")
         if files.compare(found["files"], wanted):
             yield from files.apply(wanted, found["files"])
         # Also where the files are as wanted: a run that was killed may have written them and not told systemd.
