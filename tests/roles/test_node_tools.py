@@ -184,7 +184,8 @@ def test_what_apt_says_is_told_with_a_way_out(tmp_path: Path, monkeypatch: pytes
     _program(
         tmp_path,
         "apt-get",
-        'case $1 in update) echo "W: GPG error: somebody else";; *) echo "E: Unable to locate package aria2"; exit 100;; esac',
+        'test "$1" = update && echo "W: GPG error: somebody else" && exit; '
+        'echo "E: Unable to locate package aria2"; exit 100',
     )
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     with pytest.raises(Problem) as caught:
