@@ -7,7 +7,11 @@ from __future__ import annotations
 
 import sys
 
-from weights.commands import main
+from weights.settled import settled
 
 if __name__ == "__main__":
+    if len(sys.argv) == 3 and sys.argv[1] == "fetch" and settled(sys.argv[2]):
+        sys.exit(0)
+    from weights.commands import main
+
     sys.exit(main(sys.argv[1:]))

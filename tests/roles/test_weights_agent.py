@@ -23,6 +23,7 @@ import pytest
 from loopback_hub import Answer, LoopbackHub, loopback_hub
 
 from files.tools.weights import errors, receipt
+from files.tools.weights.status import Status
 from node.manifest import File, Manifest
 
 PROJECT = Path(__file__).resolve().parents[2]
@@ -715,6 +716,24 @@ def test_progress_is_honest(node: Node) -> None:
     assert all(0.5 * MIB < status["rate"] < 6 * MIB for status in fetching[1:])
     shown = node.run("status")
     assert "complete" in shown.stdout and str(total(node)) in shown.stdout
+
+
+def test_a_clock_that_is_set_neither_hides_nor_invents_trouble(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "status.json"
+    told = Status(str(path), "lab/tiny", "0" * 40)
+    told.set(phase="fetching", total=100 * MIB)
+    told.trouble("no answer")
+    told.write()
+    today = time.time()
+    for jump in (1e6, -1e6):
+        monkeypatch.setattr(time, "time", lambda jump=jump: today + jump)
+        told.worked(MIB)
+        told.write()
+        written = json.loads(path.read_text())
+        assert 0 <= written["trouble_seconds"] < 10 and written["rate"] > 0
+    told.trouble(None)
+    told.write()
+    assert json.loads(path.read_text())["trouble_seconds"] is None
 
 
 def test_gc_shows_first_and_removes_only_what_no_configuration_wants(node: Node) -> None:

@@ -12,8 +12,11 @@ from __future__ import annotations
 import json
 import os
 import stat
-from collections.abc import Mapping
-from typing import Any
+
+TYPE_CHECKING = False  # what is looked at in milliseconds imports nothing that it can do without
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from typing import Any
 
 NAME = ".kimi-nodes-receipt.json"
 STAMPS = {"bytes": "st_size", "mtime_ns": "st_mtime_ns", "ctime_ns": "st_ctime_ns", "inode": "st_ino"}
