@@ -19,7 +19,11 @@ PROJECT = Path(__file__).resolve().parents[2]
 @role("Inference service")
 def configure(plan: Plan) -> None:
     """Its cache, key, environment and units, and the firewall of its ports."""
-    lay_down(wanted=content.wanted(plan), key=owners_key(plan.service.api_key_file))
+    lay_down(
+        wanted=content.wanted(plan),
+        key=owners_key(plan.service.api_key_file),
+        closed=[plan.service.port, plan.service.nccl_port],
+    )
 
 
 @role("JIT warm-up")

@@ -11,19 +11,20 @@ from kit.on_host import Problem
 
 
 def act(key: str, configuration: str) -> None:
-    """key, configuration: paths. An existing key stays. Raises Problem for one that cannot be used."""
+    """key, configuration: paths of both files, which end as root's alone.
+
+    An existing key stays. Raises Problem for one that cannot be used.
+    """
     os.umask(0o077)
     os.makedirs(os.path.dirname(key), exist_ok=True)
     text = on_host.text(key)
-    if text is None:
-        text = "sk-" + secrets.token_urlsafe(32)
-        _write(key, text + "\n")
-    words = text.split()
+    words = ["sk-" + secrets.token_urlsafe(32)] if text is None else text.split()
     if len(words) != 1 or not 16 <= len(words[0]) <= 512:
         raise Problem(
-            f"{key}: found {len(words)} words, {len(text)} characters; wanted one key of 16 to 512 characters. "
+            f"{key}: found {len(words)} words, {len(text or '')} characters; wanted one key of 16 to 512 characters. "
             "Fix: remove that file and deploy again, which makes a new key"
         )
+    _write(key, words[0] + "\n")
     _write(configuration, json.dumps({"api-key": words[0]}) + "\n")
 
 

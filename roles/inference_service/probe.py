@@ -15,12 +15,14 @@ def probe(
     key: list[str] | None = None,
     process: dict[str, Any] | None = None,
     warmup: list[str] | None = None,
+    table: str | None = None,
 ) -> dict[str, Any]:
     """{"files": ..., "units": ..., and what was asked for of "key", "process", "warm"}
 
     key: paths of the key and of the server's configuration with it. -> see `key_state`; a key never leaves the host.
     process: {"unit": name, "names": environment variables to look at, "key": path}. -> see `process_state`.
-    warmup: the command that checks the cache. -> reasons why it is not warm, [] if it is.
+    warmup: the command that checks the cache. -> "warm": reasons why it is not, [] if it is.
+    table: an nftables table. -> "table": its rules as nft lists them, None where it is not loaded.
     """
     found: dict[str, Any] = {"files": on_host.files(paths), "units": on_host.units(units)}
     if key is not None:
@@ -29,16 +31,22 @@ def probe(
         found["process"] = process_state(**process)
     if warmup is not None:
         found["warm"] = cold(warmup)
+    if table is not None:
+        listed = on_host.run(["/usr/sbin/nft", "list", "table", *table.split()])
+        found["table"] = listed["out"] if listed["code"] == 0 else None
     return found
 
 
 def key_state(key: str, configuration: str) -> str:
-    """ "missing", "unusable: ...", "unknown to the server" (its configuration has no or another key), or "good"."""
+    """One of: missing, unusable: why, open to others, unknown to the server (which has none or another), good."""
     text = on_host.text(key)
     if text is None:
         return "missing"
     if not 16 <= len(text.strip()) <= 512 or len(text.split()) != 1:
         return f"unusable: {len(text.strip())} characters in {len(text.split())} words, wanted one word of 16 to 512"
+    for state in on_host.files([key, configuration]).values():
+        if state is not None and (state["mode"], state["user"], state["group"]) != ("600", "root", "root"):
+            return "open to others"
     try:
         known = json.loads(on_host.text(configuration) or "null")["api-key"]
     except (ValueError, TypeError, KeyError):

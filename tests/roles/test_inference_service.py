@@ -167,12 +167,21 @@ PATHS = PLAN.service_paths
 WANTED = content.wanted(PLAN)
 CHECK = deploy.warmup_check(PLAN)
 ARGUMENTS = [*PLAN.service.arguments, "--config", f"/run/credentials/{PATHS.unit}/keys.yaml"]
+LISTED = """table inet kimi_nodes {
+	chain input {
+		type filter hook input priority filter; policy accept;
+		iif != "lo" tcp dport { 30000, 30100 } counter packets 0 bytes 0 drop
+	}
+}
+"""  # by nft 1.0.6 on a host where the table is loaded
 FIREWALL_ACTIVE = {layout.FIREWALL_UNIT: testing.unit(SubState="exited")}
 
 
 def laid(found: dict[str, Any], key: str | None = None) -> testing.Result:
     files = content.key_files(key) if key else []
-    return testing.prepare(lay_down, {"wanted": WANTED, "key": files}, facts={ServiceFacts: found})
+    closed = [PLAN.service.port, PLAN.service.nccl_port]
+    facts = {"table": LISTED, **found}
+    return testing.prepare(lay_down, {"wanted": WANTED, "key": files, "closed": closed}, facts={ServiceFacts: facts})
 
 
 def test_all_laid_down_is_no_change() -> None:
@@ -214,6 +223,13 @@ def test_a_changed_firewall_is_loaded() -> None:
     result = laid({"files": files, "units": FIREWALL_ACTIVE, "key": "good"})
     assert list(result.files) == [layout.FIREWALL]
     assert f"systemctl restart -- {layout.FIREWALL_UNIT}" in result.commands[1]
+
+
+@pytest.mark.parametrize("table", [None, LISTED.replace("30100", "30101"), LISTED.replace("drop", "accept")])
+def test_a_firewall_that_somebody_removed_is_loaded_again(table: str | None) -> None:
+    """Its unit is active for ever, whatever happened to its rules."""
+    result = laid({"files": testing.as_wanted(WANTED), "units": FIREWALL_ACTIVE, "key": "good", "table": table})
+    assert len(result.commands) == 1 and f"systemctl restart -- {layout.FIREWALL_UNIT}" in result.commands[0]
 
 
 def warmed(cold: list[str], active: str = "inactive") -> testing.Result:
@@ -365,6 +381,10 @@ def test_a_key_is_made_once_and_for_root_alone(tmp_path: Path) -> None:
     assert {stat.S_IMODE(path.stat().st_mode) for path in (key, configuration)} == {0o600}
     assert json.loads(configuration.read_text()) == {"api-key": made.strip()}
     assert probe.key_state(str(key), str(configuration)) == "good"
+    key.chmod(0o644)
+    assert probe.key_state(str(key), str(configuration)) == "open to others"
+    key_on_host.act(str(key), str(configuration))
+    assert probe.key_state(str(key), str(configuration)) == "good" and key.read_text() == made
     configuration.write_text('{"api-key": "another"}')
     assert probe.key_state(str(key), str(configuration)) == "unknown to the server"
     key_on_host.act(str(key), str(configuration))
