@@ -1,6 +1,7 @@
 /* A libcuda.so.1 for a machine without a driver: every entry answers 100, CUDA_ERROR_NO_DEVICE.
-   The symbols are those that sglang-kernel 0.4.5 leaves undefined (nm -D --undefined-only sgl_kernel/ ... .so),
-   so that it can be imported; what looks entries up at run time finds no device either. */
+   The symbols are those that sglang-kernel leaves undefined (nm -D --undefined-only sgl_kernel/ ... .so), so that it
+   can be imported; what looks entries up at run time finds no device either. 0.4.5 and 0.4.10 want the first ones, and
+   0.4.2.post2 (sglang 0.5.12.post1), which links to the driver's virtual memory as well, also those of cuMem. */
 #define NO_DEVICE 100
 #define ENTRY(name) int name(void) { return NO_DEVICE; }
 ENTRY(cuCtxFromGreenCtx)
@@ -16,5 +17,11 @@ ENTRY(cuGreenCtxCreate)
 ENTRY(cuGreenCtxDestroy)
 ENTRY(cuGreenCtxGetDevResource)
 ENTRY(cuInit)
+ENTRY(cuMemAddressFree)
+ENTRY(cuMemGetAddressRange_v2)
+ENTRY(cuMemRelease)
+ENTRY(cuMemRetainAllocationHandle)
+ENTRY(cuMemSetAccess)
+ENTRY(cuMemUnmap)
 ENTRY(cuPointerGetAttribute)
 ENTRY(cuStreamCreate)
