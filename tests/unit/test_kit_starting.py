@@ -34,7 +34,13 @@ def machine(tmp_path: Path) -> Machine:
 
 
 def later(machine: Machine, seconds: float, active: str, **more: str) -> threading.Thread:
+    """Change the unit some seconds after its start was asked for."""
+
     def change() -> None:
+        asked = machine.folder / "asked"
+        until = time.monotonic() + 60
+        while time.monotonic() < until and not (asked.exists() and "--no-block" in asked.read_text()):
+            time.sleep(0.05)
         time.sleep(seconds)
         machine.unit(active, **more)
 
@@ -67,7 +73,7 @@ def test_the_first_failure_of_a_start_is_its_failure(machine: Machine) -> None:
     """systemd goes on to try again, for minutes or an hour; who deploys wants to know now."""
     machine.unit("activating", SubState="start", Result="success")
     failed = {"SubState": "auto-restart", "Result": "exit-code", "InvocationID": "abc"}
-    waiting = later(machine, 2, "activating", **failed)
+    waiting = later(machine, 4, "activating", **failed)
     done = machine.project.run("-y")
     waiting.join()
     assert done.code == 1
@@ -77,7 +83,7 @@ def test_the_first_failure_of_a_start_is_its_failure(machine: Machine) -> None:
 
 def test_a_service_that_ends_while_it_starts_has_failed(machine: Machine) -> None:
     machine.unit("activating", SubState="start", Result="success")
-    waiting = later(machine, 2, "inactive", SubState="dead", Result="success")
+    waiting = later(machine, 4, "inactive", SubState="dead", Result="success")
     done = machine.project.run("-y")
     waiting.join()
     assert done.code == 1
