@@ -66,6 +66,7 @@ _CPU = Profile(
         "grammar_backend": "none",
         "max_total_tokens": 4096,
         "disable_radix_cache": True,
+        "sleep_on_idle": True,  # an idle scheduler otherwise spins on a core, and a lab has two
     },
     environment={"SGLANG_USE_CPU_ENGINE": "1"},
 )

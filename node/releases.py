@@ -176,6 +176,7 @@ _FLAGS: Mapping[str, str] = MappingProxyType(
         "schedule_policy": "--schedule-policy",
         "page_size": "--page-size",
         "disable_radix_cache": "--disable-radix-cache",
+        "sleep_on_idle": "--sleep-on-idle",
         "disable_custom_all_reduce": "--disable-custom-all-reduce",
         "disable_overlap_schedule": "--disable-overlap-schedule",
         "disable_cuda_graph": "--disable-cuda-graph",

@@ -51,6 +51,7 @@ def read_at_start(plan: Plan) -> list[str]:
     """What the process of the server has read at its start, and is not seen in its arguments and environment."""
     return [
         plan.service_paths.unit_file,
+        plan.paths.receipt,  # written when a release is built: a rebuild in place changes files under a running server
         layout.ENGINE_LOGGING,
         f"{layout.TOOLS}/engine_log.py",
         *content.patched_files(plan),

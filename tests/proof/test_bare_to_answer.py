@@ -154,7 +154,7 @@ BAD_INVENTORIES = {
     "wrong type": ("port=many", "'many' (str)"),
     "relative path": ("weights_directory=weights", "an absolute path"),
     "a profile of another device": ("profile=tp8", "a profile for cuda with model lab-tiny"),
-    "the machine is not the declared one": ("gpu=b300", "b300"),
+    "the machine is not the declared one": ("gpu=b300", "wanted NVIDIA B300"),
 }
 
 
