@@ -2,6 +2,7 @@
 
 from kit import run
 from roles.cuda_toolkit import deploy as cuda_toolkit
+from roles.edge import deploy as edge
 from roles.inference_service import deploy as inference_service
 from roles.node_tools import deploy as node_tools
 from roles.preflight import deploy as preflight
@@ -22,3 +23,4 @@ if plan:
     inference_service.warm(plan)
     weights.join(plan)
     inference_service.activate(plan)
+    edge.activate(plan)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
-from node import models, profiles, releases, toolkits
+from node import edge, models, profiles, releases, toolkits
 from node.hardware import GPU_MODELS
 from node.manifest import REVISION
 from node.problems import Problem
@@ -210,6 +210,41 @@ KEYS = {
             default=3600,
             unit="seconds",
             check=_between(60, 86_400),
+        ),
+        Key(
+            "edge_name",
+            str,
+            "Host name under which clients reach the node over TLS. Default: no edge, the server stays on loopback.",
+            check=edge.name_problem,
+        ),
+        Key(
+            "edge_port",
+            int,
+            "The port of the edge, the only one besides ssh that is open to others.",
+            default=443,
+            unit="TCP port",
+            check=_between(1, 65535),
+        ),
+        Key(
+            "edge_address",
+            str,
+            "The node's IP address that the edge listens on. Default: all of them.",
+            check=edge.address_problem,
+        ),
+        Key(
+            "edge_certificate_file",
+            str,
+            "A file on the controller with the edge's certificate and those between it and its authority, PEM. "
+            "Default: Caddy's internal authority on the node signs one.",
+            check=_file,
+        ),
+        Key("edge_key_file", str, "A file on the controller with that certificate's private key, PEM.", check=_file),
+        Key(
+            "edge_client_keys_file",
+            str,
+            "A file on the controller with the keys of clients, a line `key` or `name key` each. "
+            "Default: one key is made on the node, in /etc/kimi-nodes/keys.",
+            check=_file,
         ),
         Key("toolkits_beside", list, "CUDA toolkits to have beside the release's own.", default=[], check=_versions),
         Key(

@@ -13,8 +13,10 @@ from typing import Any
 
 from packaging.version import Version
 
+from node import edge as edge_module
 from node import hardware as hardware_module
 from node import inventory, memory, systems, tools
+from node.edge import Edge
 from node.hardware import Hardware
 from node.layout import API_KEY, ENGINE_LOGGING, TOOLS, ReleasePaths, ServicePaths, WeightsPaths
 from node.lock import distributions
@@ -109,6 +111,7 @@ class Plan:
     weights: tuple[Weights, ...]
     fit: memory.Fit | None
     service: Service
+    edge: Edge | None
 
     @property
     def site_packages(self) -> str:
@@ -157,6 +160,8 @@ def make(
         problems += hardware_module.disagreements(observed.hardware, declared, release.driver_floor)
     problems += _software_problems(release, toolkit, tuple(TOOLKITS[v] for v in values["toolkits_beside"]), host_system)
     problems += _layout_problems(values, profile, model, declared)
+    edge, more = edge_module.make(values, host_system)
+    problems += more
     drafter, more = _drafter(values, profile, model)
     problems += more
     weights, more = _weights(values, model, drafter, read_file)
@@ -204,6 +209,7 @@ def make(
         weights=weights,
         fit=fit,
         service=_service(values, release, toolkit, profile, model, drafter, weights, paths, declared, fit),
+        edge=edge,
     )
 
 

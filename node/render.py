@@ -70,6 +70,13 @@ def shown(plan: Plan) -> dict[str, Any]:
         ],
         "unit": plan.service.unit,
         "address": f"http://{plan.service.host}:{plan.service.port}",
+        "edge": {
+            "address": plan.edge.origin,
+            "listens": f"{plan.edge.address or 'every address'}, port {plan.edge.port}",
+            "served": [str(served) for served in plan.edge.served],
+        }
+        if plan.edge
+        else None,
         "environment": dict(plan.service.environment),
         "arguments": list(plan.service.arguments),
         "cache": plan.paths.cache,
@@ -93,6 +100,8 @@ def text(plan: Plan) -> str:
     ]
     for part in plan.weights:
         lines.append(f"  {part.role:12} {part.paths.snapshot} ({part.manifest.bytes / 1e9:.1f} GB)")
+    if plan.edge:
+        lines.append(f"  edge         {plan.edge.origin}: {', '.join(map(str, plan.edge.served))}")
     lines += ["  environment", *(f"    {name}={value}" for name, value in plan.service.environment.items())]
     lines += ["  arguments", *(f"    {line}" for line in _argument_lines(plan.service.arguments))]
     if plan.fit:

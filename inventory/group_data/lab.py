@@ -8,3 +8,4 @@ profile = "cpu"
 release = "sglang-0.5.17"
 toolkits_beside = ["12.8"]  # newly installed beside the release's 13.0
 start_timeout = 900  # two busy cores need a few minutes
+edge_name = "kimi.lab"  # clients name it to the machine's address; Caddy's own authority signs for it
