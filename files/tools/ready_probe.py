@@ -109,18 +109,18 @@ def wait_until_up(question: Mapping[str, Any], process: int, began: float, until
         found = health(question["address"])
         if found == 200:
             return
+        new = {
+            0: "the server does not listen yet: it imports, or loads weights",
+            503: "the server listens and says that it is starting",
+        }.get(found, f"the server's /health says {found}")
         now = time.monotonic()
         if not alive(process):
             raise NotReady(gone(process, now - began))
         if now > until:
             raise NotReady(
-                f"{phase} for {now - began:.0f} s, wanted an answer within {question['seconds']} s. "
+                f"{new} for {now - began:.0f} s, wanted an answer within {question['seconds']} s. "
                 "Fix: the lines above say how far it came; a slow disk wants a larger start_timeout"
             )
-        new = {
-            0: "the server does not listen yet: it imports, or loads weights",
-            503: "the server listens and says that it is starting",
-        }.get(found, f"the server's /health says {found}")
         if new != phase or now - said > STILL_WAITING:
             say(new, began)
             phase, said = new, now
