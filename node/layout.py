@@ -193,5 +193,10 @@ class ServicePaths:
         return f"/run/{self.unit.removesuffix('.service')}/status.json"
 
     @property
+    def modules(self) -> str:
+        """Where each process of the engine says which patched modules it has loaded, in <pid>.json."""
+        return f"/run/{self.unit.removesuffix('.service')}/modules"
+
+    @property
     def warmup_status(self) -> str:
         return f"/run/{self.warmup_unit.removesuffix('.service')}/status.json"

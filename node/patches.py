@@ -36,7 +36,8 @@ class Patch:
     those that have the fault. nvcc_below: the fault shows only with a compiler older than this, or None when it does
     not depend on it. digests: version -> sha256 before and after. upstream: version -> sha256 of the file once the
     project itself has mended it. old, new: the edit; old stands in the file exactly once. retired_by: the upstream
-    change that makes it needless. shows: what a user sees without it. source: who found what.
+    change that makes it needless. shows: what a user sees without it. source: who found what. loaded_with: words of the
+    server's arguments that make each of its schedulers load the file; none where they always do.
     """
 
     id: str
@@ -52,6 +53,7 @@ class Patch:
     retired_by: str
     shows: str
     source: str
+    loaded_with: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -192,6 +194,7 @@ PATCHES = {
             retired_by="sglang 0.5.18 (sgl-project/sglang pull request 30340)",
             shows="pp8 dies after a minute: IndexError: list index out of range, triton_backend.py, stages 2 to 7",
             source="sglang/srt/mem_cache/memory_pool.py: get_value_buffer indexes by layer_id - start_layer",
+            loaded_with=("--attention-backend", "triton"),
         ),
         Patch(
             id="flashinfer-empty-architectures",

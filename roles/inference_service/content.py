@@ -11,6 +11,7 @@ import jinja2
 
 from kit import files
 from node import layout, systemd
+from node.patches import Patch
 from node.plan import Plan, unit_name
 from node.profiles import PROFILES
 
@@ -61,7 +62,7 @@ def wanted(plan: Plan) -> list[files.Item]:
     paths = plan.service_paths
     return [
         files.Directory(plan.paths.cache, mode="700", user=layout.SERVICE_USER, group=layout.SERVICE_USER),
-        files.File(layout.ENGINE_LOGGING, _json(engine_logging())),
+        files.File(layout.ENGINE_LOGGING, _json(engine_logging(plan))),
         files.File(paths.environment, systemd.environment_file(plan.service.environment)),
         files.File(paths.readiness, _json(readiness(plan))),
         files.File(paths.warmup, _json(warmup(plan))),
@@ -102,13 +103,14 @@ def warmup(plan: Plan) -> dict[str, Any]:
     }
 
 
-def engine_logging() -> dict[str, Any]:
-    """SGLang's logging (logging.config.dictConfig): as it is by default, through files/tools/engine_log.py."""
+def engine_logging(plan: Plan) -> dict[str, Any]:
+    """SGLang's logging (logging.config.dictConfig): as it is by default, through files/tools/engine_log.py, which also
+    writes down which of the modules that patches may touch are loaded."""
     quiet = {name: {"level": "WARNING"} for name in ("httpx", "httpcore")}
     return {
         "version": 1,
         "disable_existing_loggers": False,
-        "formatters": {"without key": {"()": "engine_log.Formatter"}},
+        "formatters": {"without key": {"()": "engine_log.Formatter", "modules": sorted(patched_modules(plan))}},
         "handlers": {"journal": {"class": "logging.StreamHandler", "formatter": "without key"}},
         "root": {"level": "INFO", "handlers": ["journal"]},
         "loggers": {**quiet, "flashinfer.jit": {"level": "ERROR"}},
@@ -118,6 +120,11 @@ def engine_logging() -> dict[str, Any]:
 def other_services(plan: Plan) -> list[layout.ServicePaths]:
     """The services of every other profile, of which at most one has been deployed before."""
     return [layout.ServicePaths(name) for name in sorted(PROFILES) if unit_name(name) != plan.service.unit]
+
+
+def patched_modules(plan: Plan) -> dict[str, Patch]:
+    """Module as Python names it -> the patch whose file it is."""
+    return {patch.file.removesuffix(".py").replace("/", "."): patch for patch in plan.patches}
 
 
 def patched_files(plan: Plan) -> list[str]:

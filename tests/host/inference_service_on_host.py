@@ -9,6 +9,7 @@ import re
 import socket
 import struct
 import subprocess
+import time
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -31,6 +32,7 @@ def probe(
     address: str,
     question: dict[str, Any],
     seconds: int,
+    modules: str,
 ) -> dict[str, Any]:
     """Everything is None or empty where it is not there: the tests say what that means."""
     secret = (on_host.text(key) or "").strip()
@@ -44,6 +46,7 @@ def probe(
         "files": on_host.files(paths),
         "main": main,
         "processes": processes,
+        "modules": {each["pid"]: loaded(modules, each) for each in processes},
         "listening": listening({each["pid"] for each in processes}),
         "firewall": firewall(table),
         "keys": on_host.files([keys, key, configuration]),
@@ -79,7 +82,7 @@ def process(pid: int) -> dict[str, Any]:
         arguments = (folder / "cmdline").read_bytes().decode(errors="replace").split("\0")[:-1]
         environment = (folder / "environ").read_bytes().decode(errors="replace").split("\0")
         mapped = {line.split(maxsplit=5)[5] for line in (folder / "maps").read_text().splitlines() if line.count("/")}
-        user, started = on_host.user_name(os.stat(folder).st_uid), folder.stat().st_mtime
+        user, started = on_host.user_name(os.stat(folder).st_uid), start_time(folder)
     except (OSError, IndexError):
         return {"pid": pid, "arguments": [], "environment": {}, "mapped": [], "user": "", "started": 0.0}
     return {
@@ -90,6 +93,25 @@ def process(pid: int) -> dict[str, Any]:
         "user": user,
         "started": started,
     }
+
+
+def start_time(folder: Path) -> float:
+    """Unix time at which a process started. folder: /proc/PID, whose own times are those of the first look at it."""
+    after_boot = int((folder / "stat").read_text(errors="replace").rpartition(")")[2].split()[19])
+    running = float(Path("/proc/uptime").read_text().split()[0]) - after_boot / os.sysconf("SC_CLK_TCK")
+    return time.time() - running
+
+
+def loaded(folder: str, seen: dict[str, Any]) -> dict[str, Any] | None:
+    """What a process has written of the modules it has loaded, None where it has written nothing since it started."""
+    path = Path(folder, f"{seen['pid']}.json")
+    try:
+        if path.stat().st_mtime < seen["started"] - 1:
+            return None
+        found: dict[str, Any] = json.loads(path.read_text())["modules"]
+    except (OSError, ValueError, LookupError):
+        return None
+    return found
 
 
 def listening(pids: set[int]) -> list[dict[str, Any]]:

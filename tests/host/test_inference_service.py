@@ -11,11 +11,14 @@ import pytest
 from kit import files
 from kit.program import probe_command
 from node import layout
+from node.patches import wanted_digest
 from node.plan import Plan
 from roles.inference_service import content
 
 COLLECTOR = Path(__file__).parent / "inference_service_on_host.py"
 MEND = "Fix: run deploy.py"
+RESTART = "Fix: run deploy.py; where it changes nothing, systemctl restart the service"
+SCHEDULER = "sglang::scheduler"  # what SGLang calls these processes (setproctitle)
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +57,7 @@ def found(host: Any, plan: Plan) -> dict[str, Any]:
             "top_p": question.top_p,
         },
         "seconds": 300,
+        "modules": plan.service_paths.modules,
     }
     answer = host.run(probe_command(COLLECTOR, arguments).get_raw_value())
     assert answer.rc == 0, f"the host gives no answer: {answer.stderr.strip() or answer.stdout.strip()}"
@@ -123,12 +127,8 @@ def test_the_process_was_started_as_planned(found: dict[str, Any], plan: Plan) -
 
 
 def test_every_process_runs_the_current_release(found: dict[str, Any], plan: Plan) -> None:
-    """A patch in the tree is worth nothing while the schedulers run an older release, or read the file before the
-    patch.
-
-    Python keeps no source file open, so this is shown by what each process has mapped, which names its release, and by
-    the patched files: unchanged since the process started, so what is there is what it read.
-    """
+    """A patch in the tree is worth nothing while the schedulers run an older release: what each process has mapped
+    names its release."""
     link = found["files"][layout.CURRENT]
     assert link and link["target"] == plan.paths.environment, (
         f"{layout.CURRENT}: found {link and link['target']}, wanted {plan.paths.environment}. {MEND}"
@@ -147,11 +147,39 @@ def test_every_process_runs_the_current_release(found: dict[str, Any], plan: Pla
         f"{len(engines)} processes of {plan.service.unit} have torch of {plan.paths.environment} mapped, "
         f"wanted the server and its scheduler. {MEND}"
     )
-    for path in content.patched_files(plan):
-        file = found["files"][path]
-        assert file, f"{path}: missing. {MEND}"
-        late = [process["pid"] for process in engines if file["changed"] > process["started"]]
-        assert not late, f"{path} changed after processes {late} started: they have read another content. {MEND}"
+
+
+def test_the_running_schedulers_have_the_patches(found: dict[str, Any], plan: Plan) -> None:
+    """The tree may have been patched after a scheduler read it, and Python keeps no source file open: so each process
+    says itself which file it has loaded, and that the functions it holds are that file's (files/tools/engine_log.py).
+    """
+    schedulers = [
+        process for process in found["processes"] if process["arguments"][:1] and SCHEDULER in process["arguments"][0]
+    ]
+    wanted_count = max(1, plan.profile.gpus)
+    assert len(schedulers) == wanted_count, (
+        f"{plan.service.unit} has {len(schedulers)} schedulers, wanted {wanted_count}. "
+        f"Fix: journalctl -u {plan.service.unit}"
+    )
+    arguments = " ".join(plan.service.arguments)
+    for process in schedulers:
+        said = found["modules"][str(process["pid"])]
+        where = f"{plan.service_paths.modules}/{process['pid']}.json"
+        assert said is not None, f"{where}: missing, wanted what {process['arguments'][0]} has loaded. {RESTART}"
+        for module, patch in content.patched_modules(plan).items():
+            seen = said[module]
+            if seen is None and " ".join(patch.loaded_with) not in arguments:
+                continue
+            assert seen, f"{where}: {module} is not loaded, wanted it in a server with these arguments. {MEND}"
+            path = f"{plan.site_packages}/{patch.file}"
+            wanted = wanted_digest(patch, plan.release.pins[patch.package], plan.toolkit.nvcc)
+            assert (seen["file"], seen["sha256"]) == (path, wanted), (
+                f"{process['arguments'][0]} ({process['pid']}) has loaded {seen['file']}, sha256 {seen['sha256']}, "
+                f"wanted {path}, sha256 {wanted} (patch {patch.id}). {RESTART}"
+            )
+            assert seen["runs"], (
+                f"{process['arguments'][0]} ({process['pid']}) holds other functions than those of {path}. {RESTART}"
+            )
 
 
 def test_it_answers_right(found: dict[str, Any], plan: Plan) -> None:

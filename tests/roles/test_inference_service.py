@@ -430,7 +430,7 @@ def test_the_key_is_not_logged_wherever_it_stands(
     )
     done = subprocess.run(
         [sys.executable, "-c", program],
-        input=json.dumps(content.engine_logging()),
+        input=json.dumps(content.engine_logging(planned())),
         env={"CREDENTIALS_DIRECTORY": str(tmp_path), "PYTHONPATH": str(TOOLS), "PATH": os.environ["PATH"]},
         capture_output=True,
         text=True,
