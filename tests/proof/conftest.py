@@ -7,11 +7,15 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
+
+if TYPE_CHECKING:
+    from tests.proof.engine import Engine
 
 PROJECT = Path(__file__).resolve().parents[2]
 INVENTORY = "inventory/lab.py"
@@ -92,3 +96,28 @@ def node() -> Node:
     lab("up", "h1")
     lab("reset", "h1")
     return Node("h1")
+
+
+@pytest.fixture(scope="session")
+def deployed(request: pytest.FixtureRequest) -> Node:
+    """A machine with a running service: the one that test_bare_to_answer deploys, where that runs in the same session;
+    otherwise the one that KIMI_NODES_PROOF_MACHINE names (h1), deployed now where it is not yet."""
+    if any(item.path.name == "test_bare_to_answer.py" for item in request.session.items):
+        found: Node = request.getfixturevalue("node")
+        return found
+    name = os.environ.get("KIMI_NODES_PROOF_MACHINE", "h1")
+    lab("up", name)
+    machine = Node(name)
+    deployment = machine.deploy()
+    assert deployment.code == 0, deployment.output
+    return machine
+
+
+@pytest.fixture(scope="session")
+def engine(deployed: Node) -> Iterator[Engine]:
+    """Its engine, to be run in other ways; what was laid on the machine for that is taken away at the end."""
+    from tests.proof.engine import Engine
+
+    found = Engine.of(deployed)
+    yield found
+    found.clean()
