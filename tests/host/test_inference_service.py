@@ -213,6 +213,7 @@ def test_nobody_but_root_can_read_the_key(found: dict[str, Any], plan: Plan) -> 
         assert shown == f"root, mode {mode}", f"{path}: found {shown}, wanted root, mode {mode}. {MEND}"
     assert found["key_is_configured"], f"{layout.API_KEY_CONFIGURATION} does not hold the key. {MEND}"
     allowed = {plan.service.api_key_path, layout.API_KEY_CONFIGURATION}
+    allowed |= {layout.EDGE_UPSTREAM} if plan.edge else set()  # root's and the edge's, see test_edge
     elsewhere = sorted(set(found["key_found_in"]) - allowed)
     assert not elsewhere, (
         f"the key is also in {', '.join(elsewhere)}. Fix: remove it there, and the key: deploy.py makes anew"

@@ -171,10 +171,10 @@ def test_a_bad_inventory_is_refused_and_changes_nothing(node: Node, case: str) -
 
 
 def test_no_secret_is_in_any_output_of_a_deploy(node: Node) -> None:
-    """The key that clients use is on the node, in a file that only root reads, and nowhere else."""
+    """The key that clients use is on the node, in files that only root, the server and the edge read."""
     key = node.ssh(f"cat {layout.KEYS}/api-key")
     assert len(key) >= 32
     assert key not in node.deploy().output
     places = "/etc /opt/kimi-nodes/tools /var/lib/kimi-nodes /run/systemd/system /proc/[0-9]*/cmdline"
     found = node.ssh(f"grep -rlF {key} {places} 2>/dev/null", check=False)
-    assert set(found.split()) <= {f"{layout.KEYS}/api-key", f"{layout.KEYS}/keys.yaml"}, found
+    assert set(found.split()) <= {f"{layout.KEYS}/api-key", f"{layout.KEYS}/keys.yaml", layout.EDGE_UPSTREAM}, found
