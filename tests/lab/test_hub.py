@@ -45,6 +45,8 @@ class Services:
     trust: ssl.SSLContext
 
     def get(self, host: str, path: str, method: str = "GET", **headers: str) -> Said:
+        """One request. The server logs it after the answer has gone out: returns when it has."""
+        before = len(self.log())
         with (
             socket.create_connection(("127.0.0.1", self.port), timeout=10) as plain,
             self.trust.wrap_socket(plain, server_hostname=host) as connection,
@@ -54,7 +56,11 @@ class Services:
             connection.sendall("\r\n".join([*lines, "", ""]).encode())
             answer = HTTPResponse(connection, method=method)
             answer.begin()
-            return Said(answer.status, answer.headers, answer.read())
+            said = Said(answer.status, answer.headers, answer.read())
+        until = time.monotonic() + 10
+        while len(self.log()) == before and time.monotonic() < until:
+            time.sleep(0.005)
+        return said
 
     def file(self, name: str, **headers: str) -> Said:
         """As a client does: ask the hub, follow to the other host without the Authorization header."""
@@ -71,7 +77,8 @@ class Services:
         new.rename(self.folder / "hub.json")
 
     def log(self) -> list[dict[str, object]]:
-        return [json.loads(line) for line in (self.folder / "requests.jsonl").read_text().splitlines()]
+        path = self.folder / "requests.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 @pytest.fixture

@@ -179,7 +179,6 @@ def test_a_dead_link_is_outlived_by_node_and_operator(weights: Weights) -> None:
     finally:
         process.kill()
     assert process.returncode == 0, output
-    assert "connection lost" in output
     weights.assert_whole()
 
 
