@@ -15,7 +15,7 @@ import pytest
 from node.hardware import GPU_MODELS
 from node.layout import WeightsPaths
 from node.manifest import File, Manifest
-from node.models import DRAFTERS, KIMI_K26_ARCHITECTURE, MODELS
+from node.models import DRAFTERS, KIMI_K26_ARCHITECTURE, MODELS, Drafter, Model
 from node.plan import Plan, make
 from node.profiles import BACKENDS, PROFILES
 from node.releases import RELEASES, Release
@@ -107,7 +107,8 @@ def planned(release: str, gpu: str, profile: str) -> Plan:
     """The Plan of a node of eight of these GPUs."""
 
     def read(path: str) -> bytes:
-        for entry in (*MODELS.values(), *DRAFTERS.values()):
+        entries: list[Model | Drafter] = [*MODELS.values(), *DRAFTERS.values()]
+        for entry in entries:
             if path == f"files/manifests/{entry.key}.json":
                 revision = entry.revision or "d" * 40
                 return Manifest(entry.repository, revision, (File("config.json", 1, "a" * 64),)).dumps().encode()
