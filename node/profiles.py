@@ -18,7 +18,8 @@ class Profile:
 
     gpus = tensor_parallel x pipeline_parallel. expert_parallel divides tensor_parallel: each expert group of
     tensor_parallel / expert_parallel GPUs holds 1 / expert_parallel of the experts, whole. cuda_graphs: decode runs as
-    captured graphs. devices: of the models that it can serve. options, environment: what it adds.
+    captured graphs, for the batch sizes that the engine chooses by the GPU's memory: nothing measured says better ones.
+    device: of the models that it can serve. options, environment: what it adds.
     """
 
     name: str
@@ -93,9 +94,14 @@ BACKENDS = {
     "9.0": Backends(attention="flashinfer", draft_attention="flashinfer"),
 }
 
-# NCCL and CUDA, by how the GPUs are joined. One node: InfiniBand is never wanted (rtx6kpro wiki, nccl-tuning).
+# NCCL and CPU settings by how the GPUs are joined: only what has a reason that holds for every such machine. What was
+# left out, and who says what of it, is in docs/profiles/README.md. SGLang itself sets CUDA_DEVICE_MAX_CONNECTIONS to 8,
+# and NCCL_CUMEM_ENABLE and NCCL_NVLS_ENABLE to 0 where they are not given (entrypoints/engine.py,
+# _set_envs_and_config, 0.5.12.post1 to 0.5.23).
 INTERCONNECT_ENVIRONMENT: dict[str, dict[str, str]] = {
-    "pcie": {"NCCL_IB_DISABLE": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "32"},
+    # All GPUs are in one machine: NCCL is not to look for network adapters (NCCL user guide, NCCL_IB_DISABLE; rtx6kpro
+    # wiki, optimization/nccl-tuning).
+    "pcie": {"NCCL_IB_DISABLE": "1"},
     "nvlink": {"NCCL_IB_DISABLE": "1"},
     "none": {},
 }
