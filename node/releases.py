@@ -220,6 +220,19 @@ _CACHES: Mapping[str, str] = MappingProxyType(
     }
 )
 
+# Options that every release has and no plan may ask for, with the reason. No dialect has a name for them.
+FORBIDDEN: Mapping[str, str] = MappingProxyType(
+    {
+        "--api-key": "arguments are readable by every user of the machine: keys come by --config",
+        "--admin-api-key": "arguments are readable by every user of the machine: keys come by --config",
+        "--ssl-keyfile-password": "arguments are readable by every user of the machine",
+        "--enable-custom-logit-processor": "CVE-2026-7304: runs pickled code out of a request",
+        "--enable-lora": "CVE-2026-15969: the routes for LoRA unpickle what they are sent",
+        "--lora-paths": "CVE-2026-15969: the routes for LoRA unpickle what they are sent",
+        "--custom-weight-loader": "imports whatever module it names",
+    }
+)
+
 _LOGIT_PROCESSOR = Advisory(
     "CVE-2026-7304",
     "--enable-custom-logit-processor runs pickled code out of a request (custom_logit_processor.py, dill.loads)",
