@@ -1,8 +1,8 @@
 """The owner's data of a host, without what belongs to pyinfra itself.
 
-`python -m kit.inventory INVENTORY`, run from the project's root, prints {host name: {"groups", "data", "ssh"}} as JSON.
-Other programs read an inventory through that child process (`load`), because importing pyinfra's CLI patches the
-standard library for gevent.
+`python -m kit.inventory INVENTORY`, run from the project's root, prints {host name: {"groups", "data", "ssh",
+"address"}} as JSON. Other programs read an inventory through that child process (`load`), because importing pyinfra's
+CLI patches the standard library for gevent.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import ast
 import contextlib
 import functools
 import json
+import socket
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -52,13 +53,15 @@ def _divided(host: Host) -> tuple[dict[str, Any], dict[str, Any]]:
 class HostEntry:
     """One host of an inventory: its groups, our keys, and pyinfra's that are set (ssh_user, ssh_port, _sudo, ...).
 
-    Without an `ssh_hostname` among them, `name` is the address.
+    Without an `ssh_hostname` among them, `name` is the address. address: by which other hosts reach it, see
+    `peer_address`; "" for the only host of an inventory.
     """
 
     name: str
     groups: tuple[str, ...]
     data: Mapping[str, Any]
     ssh: Mapping[str, Any]
+    address: str = ""
 
 
 class InventoryError(Exception):
@@ -80,7 +83,7 @@ def load(path: str | Path, limit: str | None = None) -> dict[str, HostEntry]:
     if done.returncode != 0:
         raise InventoryError(done.stderr.strip())
     entries = {
-        name: HostEntry(name, tuple(entry["groups"]), entry["data"], entry["ssh"])
+        name: HostEntry(name, tuple(entry["groups"]), entry["data"], entry["ssh"], entry["address"])
         for name, entry in json.loads(done.stdout).items()
     }
     if limit is None:
@@ -105,6 +108,31 @@ def override(text: str) -> tuple[str, Any]:
         return key, value
 
 
+def peer_address(name: str, data: Mapping[str, Any], ssh: Mapping[str, Any]) -> str:
+    """The IPv4 address by which other hosts reach this one; where the controller knows none, the name it asked for."""
+    asked = str(data.get("weights_address") or ssh.get("ssh_hostname") or name)
+    try:
+        return str(socket.getaddrinfo(asked, None, socket.AF_INET, socket.SOCK_STREAM)[0][4][0])
+    except OSError:
+        return asked
+
+
+def host_neighbours(host: Host) -> list[tuple[str, str, dict[str, Any]]]:
+    """(name, address, data) of every host of the inventory that a host is in, limited or not, in its order.
+
+    A host by itself has none: nobody's address is asked for.
+    """
+    hosts = [(other.name, *_divided(other)) for other in host.state.inventory]
+    if len(hosts) < 2:
+        return []
+    return [(name, peer_address(name, data, ssh), data) for name, data, ssh in hosts]
+
+
+def neighbours(entries: Mapping[str, HostEntry]) -> list[tuple[str, str, Mapping[str, Any]]]:
+    """The same of what `load` read without a limit."""
+    return [(entry.name, entry.address, entry.data) for entry in entries.values() if entry.address]
+
+
 def _read(path: str) -> dict[str, Any]:
     from pyinfra.api.config import Config
     from pyinfra.api.state import State
@@ -121,7 +149,9 @@ def _read(path: str) -> dict[str, Any]:
         hosts = {}
         for host in inventory:
             data, theirs = _divided(host)
-            hosts[host.name] = {"groups": list(dict.fromkeys(host.groups)), "data": data, "ssh": theirs}
+            address = peer_address(host.name, data, theirs) if len(inventory) > 1 else ""
+            groups = list(dict.fromkeys(host.groups))
+            hosts[host.name] = {"groups": groups, "data": data, "ssh": theirs, "address": address}
         return hosts
 
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -79,6 +80,14 @@ def _name(value: str) -> str | None:
     return (
         None if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,95}", value) else "letters, digits, '.', '_', '-' and '/'"
     )
+
+
+def _ipv4(value: str) -> str | None:
+    try:
+        ipaddress.IPv4Address(value)
+    except ValueError:
+        return "an IPv4 address such as 10.0.0.7"
+    return None
 
 
 def _file(value: str) -> str | None:
@@ -162,6 +171,28 @@ KEYS = {
             "A file on the controller that holds a hub token, for gated repositories. "
             "It reaches the node as a root-only file.",
             check=_file,
+        ),
+        Key(
+            "weights_sharing",
+            str,
+            "on: one node of the inventory fetches weights from the hub, and those of the same model and revision "
+            "spread them among themselves. off: each node for itself.",
+            default="on",
+            check=_one_of(("on", "off")),
+        ),
+        Key(
+            "weights_address",
+            str,
+            "The node's IPv4 address on the network that its peers are on. Default: that of ssh_hostname.",
+            check=_ipv4,
+        ),
+        Key(
+            "weights_port",
+            int,
+            "The port of pieces between nodes; their lists are on the next one. Open to the inventory's nodes only.",
+            default=30200,
+            unit="TCP port",
+            check=_between(1024, 65534),
         ),
         Key(
             "api_key_file",

@@ -7,7 +7,7 @@ Roles bring a host to the Plan, tests/host prove the host against it, node.rende
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from packaging.version import Version
 from node import edge as edge_module
 from node import hardware as hardware_module
 from node import inventory, memory, systems, tools
+from node import sharing as sharing_module
 from node.edge import Edge
 from node.hardware import Hardware
 from node.layout import API_KEY, ENGINE_LOGGING, TOOLS, ReleasePaths, ServicePaths, WeightsPaths
@@ -26,6 +27,7 @@ from node.patches import PATCHES, Patch, bears_load
 from node.problems import Malformed, Problem
 from node.profiles import BACKENDS, INTERCONNECT_ENVIRONMENT, PROFILES, Profile
 from node.releases import RELEASES, Release, digest
+from node.sharing import Neighbour, Sharing
 from node.systems import System
 from node.toolkits import REPOSITORY_KEYS, TOOLKITS, Toolkit
 from node.tools import Tools
@@ -109,6 +111,7 @@ class Plan:
     model: Model
     drafter: Drafter | None
     weights: tuple[Weights, ...]
+    sharing: Sharing | None
     fit: memory.Fit | None
     service: Service
     edge: Edge | None
@@ -141,12 +144,18 @@ def declared_hardware(data: Mapping[str, Any]) -> Hardware | None:
 
 
 def make(
-    host: str, data: Mapping[str, Any], read_file: ReadFile, observed: Observed | None, system: System | None = None
+    host: str,
+    data: Mapping[str, Any],
+    read_file: ReadFile,
+    observed: Observed | None,
+    system: System | None = None,
+    neighbours: Sequence[Neighbour] = (),
 ) -> Plan | list[Problem]:
     """Decide everything about a host, or say all that is wrong.
 
     host: its name, for the Plan. data: its inventory data. read_file: for lock and manifests. observed: what the host
     said of itself, or None to plan for the machine that the inventory declares, with `system` (default: Debian 12).
+    neighbours: every host of its inventory, in order, this one among them; without them it shares weights with nobody.
     """
     values, problems = inventory.read(data)
     declared = declared_hardware(data)
@@ -165,6 +174,8 @@ def make(
     drafter, more = _drafter(values, profile, model)
     problems += more
     weights, more = _weights(values, model, drafter, read_file)
+    problems += more
+    sharing, more = sharing_module.make(host, values, neighbours)
     problems += more
     lock, more = _lock(release.name, release.lock, read_file)
     problems += more
@@ -207,6 +218,7 @@ def make(
         model=model,
         drafter=drafter,
         weights=weights,
+        sharing=sharing,
         fit=fit,
         service=_service(values, release, toolkit, profile, model, drafter, weights, paths, declared, fit),
         edge=edge,

@@ -21,6 +21,7 @@ from node import plan as plan_module
 from node import systems
 from node.plan import Plan
 from node.problems import Problem
+from node.sharing import Neighbour
 from node.systems import System
 
 PROJECT = Path(__file__).resolve().parents[1]
@@ -31,14 +32,18 @@ def read_file(path: str) -> bytes:
     return (PROJECT / path).read_bytes()
 
 
-def inventory_data(inventory: str) -> dict[str, dict[str, Any]]:
-    """Host name -> its inventory data, pyinfra's own keys left out. Raises ValueError for an inventory that cannot be
-    read."""
+def inventory_hosts(inventory: str) -> tuple[dict[str, dict[str, Any]], list[Neighbour]]:
+    """(host name -> its inventory data, pyinfra's own keys left out; the hosts as each other's neighbours).
+
+    Raises ValueError for an inventory that cannot be read.
+    """
     command = [sys.executable, "-m", "kit.inventory", inventory]
     found = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, check=False)
     if found.returncode != 0:
         raise ValueError(found.stderr.strip())
-    return {name: entry["data"] for name, entry in json.loads(found.stdout).items()}
+    hosts = json.loads(found.stdout)
+    neighbours = [Neighbour(name, entry["address"], entry["data"]) for name, entry in hosts.items()]
+    return {name: entry["data"] for name, entry in hosts.items()}, neighbours
 
 
 def shown(plan: Plan) -> dict[str, Any]:
@@ -68,6 +73,7 @@ def shown(plan: Plan) -> dict[str, Any]:
             }
             for part in plan.weights
         ],
+        "weights_peers": {peer.name: peer.address for peer in plan.sharing.peers} if plan.sharing else {},
         "unit": plan.service.unit,
         "address": f"http://{plan.service.host}:{plan.service.port}",
         "edge": {
@@ -100,6 +106,9 @@ def text(plan: Plan) -> str:
     ]
     for part in plan.weights:
         lines.append(f"  {part.role:12} {part.paths.snapshot} ({part.manifest.bytes / 1e9:.1f} GB)")
+    if plan.sharing:
+        peers = ", ".join(f"{peer.name} ({peer.address})" for peer in plan.sharing.peers)
+        lines.append(f"  peers        {peers}")
     if plan.edge:
         lines.append(f"  edge         {plan.edge.origin}: {', '.join(map(str, plan.edge.served))}")
     lines += ["  environment", *(f"    {name}={value}" for name, value in plan.service.environment.items())]
@@ -132,7 +141,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     system: System = systems.SYSTEMS[names.index(options.system)].as_system()
     try:
-        hosts = inventory_data(options.inventory)
+        hosts, neighbours = inventory_hosts(options.inventory)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
@@ -144,7 +153,7 @@ def main(arguments: list[str] | None = None) -> int:
         )
         return 2
     made: Mapping[str, Plan | list[Problem]] = {
-        name: plan_module.make(name, data, read_file, None, system)
+        name: plan_module.make(name, data, read_file, None, system, neighbours)
         for name, data in hosts.items()
         if options.host in (None, name)
     }

@@ -1,4 +1,4 @@
-"""The environment of the programs that run on the node (uv, huggingface_hub), apart from every release."""
+"""The environment of the programs that run on the node (uv, huggingface_hub, libtorrent), apart from every release."""
 
 from __future__ import annotations
 

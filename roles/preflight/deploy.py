@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kit.command import host as current_host
-from kit.inventory import node_data
+from kit.inventory import host_neighbours, node_data
 from kit.refusal import refuse
 from kit.role import role
 from node import hardware, inventory, plan, systems
@@ -13,6 +13,7 @@ from node.hardware import QUERY_FIELDS
 from node.plan import Observed, Plan
 from node.problems import Malformed, Problem
 from node.render import read_file
+from node.sharing import Neighbour
 from roles.preflight.facts import HostFacts
 
 
@@ -25,7 +26,8 @@ def check() -> Plan | None:
     found = HostFacts.read(query_fields=list(QUERY_FIELDS), weights_directory=data["weights_directory"])
     problems = host_problems(found)
     observed = observe(found)
-    made = plan.make(host.name, data, read_file, observed)
+    neighbours = [Neighbour(*each) for each in host_neighbours(host)]
+    made = plan.make(host.name, data, read_file, observed, neighbours=neighbours)
     refuse(problems + (made if isinstance(made, list) else []))
     assert isinstance(made, Plan)
     return made

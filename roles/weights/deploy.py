@@ -15,7 +15,7 @@ from roles.weights.operations import begin, wait
 @role("Weights: start")
 def start(plan: Plan) -> None:
     """The node fetches what is missing by itself from here on. Raises Refusal where the hub token cannot be read."""
-    begin(weights=plan.weights, wanted=lay.items(plan, hub_token(plan)))
+    begin(weights=plan.weights, wanted=lay.items(plan, hub_token(plan)), sharing=plan.sharing)
 
 
 @role("Weights: join")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ from kit.refusal import Refusal
 from kit.role import operation
 from node import layout
 from node.plan import Weights
+from node.sharing import Sharing
 from roles.weights import lay
 from roles.weights.facts import WeightsFacts
 
@@ -28,20 +30,28 @@ def _found(weights: Sequence[Weights], paths: Sequence[str]) -> Any:
         receipts=f"{layout.WEIGHTS_AGENT_PARTS}/receipt.py",
         units_folder=layout.UNITS,
         prefix=lay.UNIT_PREFIX,
+        sharer=layout.SHARING_UNIT,
+        table=layout.SHARING_TABLE,
     )
 
 
 @operation("Start fetching weights")
-def begin(weights: Sequence[Weights], wanted: Sequence[files.Item]) -> Generator[Any, Any, Any]:
+def begin(
+    weights: Sequence[Weights], wanted: Sequence[files.Item], sharing: Sharing | None = None
+) -> Generator[Any, Any, Any]:
     """Lay the agent's files, and start it for weights that are not whole by their receipt; nothing is waited for.
 
     + weights: of the plan.
     + wanted: their files, as `lay.items` has them.
+    + sharing: with whom this node shares; its sharer runs before its agents. None: it is stopped.
 
     Units of weights that the plan no longer has are stopped and removed; their snapshots stay.
     """
     found = _found(weights, [item.path for item in wanted])
     forgotten: list[files.Item] = []
+    sharer = found["units"][layout.SHARING_UNIT]
+    if sharing is None and (sharer["UnitFileState"] or sharer["ActiveState"] not in ("inactive", "failed")):
+        yield StringCommand("systemctl disable --now --", QuoteString(layout.SHARING_UNIT))
     for unit in found["others"]:
         slug = unit.removeprefix(lay.UNIT_PREFIX).removesuffix(".service")
         yield StringCommand("systemctl disable --now --", QuoteString(unit))
@@ -54,10 +64,14 @@ def begin(weights: Sequence[Weights], wanted: Sequence[files.Item]) -> Generator
     yield from files.apply([*wanted, *forgotten], state)
     changed = files.compare(state, [*wanted, *forgotten])
     unit_files = [path for path in changed if path.startswith(layout.UNITS + "/")]
-    steps = []
+    steps = sharer_steps(sharing, found, changed)
     for each in weights:
         steps += steps_for(each, found, changed)
-    if unit_files or any(found["units"][each.paths.unit]["NeedDaemonReload"] == "yes" for each in weights):
+    if (
+        unit_files
+        or sharer["NeedDaemonReload"] == "yes"
+        or any(found["units"][each.paths.unit]["NeedDaemonReload"] == "yes" for each in weights)
+    ):
         steps.insert(0, StringCommand("systemctl daemon-reload"))
     if not steps:
         host().noop(f"{', '.join(each.paths.unit for each in weights)}: as wanted")
@@ -68,6 +82,34 @@ def begin(weights: Sequence[Weights], wanted: Sequence[files.Item]) -> Generator
     yield StringCommand(*joined)
 
 
+def sharer_steps(sharing: Sharing | None, found: Mapping[str, Any], changed: Mapping[str, str]) -> list[StringCommand]:
+    """Commands that bring the sharer to what it is told, behind its firewall."""
+    if sharing is None:
+        return []
+    name, state = layout.SHARING_UNIT, found["units"][layout.SHARING_UNIT]
+    own = {path: entry for path, entry in found["files"].items() if path in lay.SHARING_FILES or path.endswith(".py")}
+    reasons = signals.reasons_to_restart(state, own) + [path for path in changed if path in own]
+    if not is_limited(found["table"], sharing):
+        reasons.append(f"table {layout.SHARING_TABLE} is not loaded as it is laid down")
+    steps = []
+    if state["UnitFileState"] != "enabled":
+        steps.append(StringCommand("systemctl enable --quiet --", QuoteString(name)))
+    if reasons or state["ActiveState"] != "active":
+        # What a start says goes to the journal only.
+        words = f"{{ journalctl --no-pager -o cat -n 5 -u {name} >&2; exit 1; }}"
+        steps.append(StringCommand("{ systemctl restart --", QuoteString(name), f"|| {words}; }}"))
+    return steps
+
+
+def is_limited(table: str | None, sharing: Sharing) -> bool:
+    """Whether a table, as nft lists it, drops what comes for the ports from anybody but the peers."""
+    rule = re.search(r"tcp dport \{ ([\d, ]+) \} ip saddr != (\{ [\d., ]+ \}|[\d.]+) counter .*drop", table or "")
+    if rule is None:
+        return False
+    ports, addresses = set(re.findall(r"\d+", rule[1])), set(re.findall(r"[\d.]+", rule[2]))
+    return ports == set(map(str, sharing.ports)) and addresses == {peer.address for peer in sharing.peers}
+
+
 def steps_for(weights: Weights, found: Mapping[str, Any], changed: Mapping[str, str]) -> list[StringCommand]:
     """Commands that bring one unit to what its snapshot needs."""
     name, state = weights.paths.unit, found["units"][weights.paths.unit]
@@ -75,7 +117,7 @@ def steps_for(weights: Weights, found: Mapping[str, Any], changed: Mapping[str, 
     if state["UnitFileState"] != "enabled":
         steps.append(StringCommand("systemctl enable --quiet --", quoted))
     snapshot = found["snapshots"][name]["state"]
-    own = {item.path for item in lay.described(weights)} | {layout.HUB_TOKEN}
+    own = {item.path for item in lay.described(weights)} | {layout.HUB_TOKEN, layout.SHARING}
     if snapshot == "whole" and weights.paths.manifest not in changed:
         if state["ActiveState"] == "failed":
             steps.append(StringCommand("systemctl reset-failed --", quoted))

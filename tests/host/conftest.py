@@ -18,16 +18,18 @@ import pytest
 import testinfra
 
 from kit import ssh_config
-from kit.inventory import HostEntry, InventoryError, load, override
+from kit.inventory import HostEntry, InventoryError, load, neighbours, override
 from kit.program import probe_command
 from node import plan as plan_module
 from node.hardware import QUERY_FIELDS
 from node.plan import Observed, Plan
 from node.render import read_file
+from node.sharing import Neighbour
 from roles.preflight.deploy import observe
 from roles.preflight.facts import HostFacts
 
 ENTRIES = pytest.StashKey[Mapping[str, HostEntry]]()
+NEIGHBOURS = pytest.StashKey[list[tuple[str, str, Mapping[str, Any]]]]()
 SSH_CONFIG = pytest.StashKey[Path]()
 OVERRIDES = pytest.StashKey[dict[str, Any]]()
 
@@ -45,7 +47,10 @@ def pytest_configure(config: pytest.Config) -> None:
     if not inventory:
         raise pytest.UsageError("the verify suite wants hosts. Fix: pytest tests/host --inventory inventory/pro6000.py")
     try:
-        config.stash[ENTRIES] = load(inventory, config.getoption("--limit"))
+        everyone = load(inventory)
+        config.stash[NEIGHBOURS] = neighbours(everyone)
+        limit = config.getoption("--limit")
+        config.stash[ENTRIES] = load(inventory, limit) if limit else everyone
         config.stash[OVERRIDES] = dict(override(text) for text in config.getoption("--data"))
     except InventoryError as error:
         raise pytest.UsageError(str(error)) from None
@@ -91,12 +96,14 @@ def observed(host: Any, data: dict[str, Any]) -> Observed:
 
 
 @pytest.fixture(scope="session")
-def plan(entry: HostEntry, data: dict[str, Any], observed: Observed) -> Plan:
+def plan(entry: HostEntry, data: dict[str, Any], observed: Observed, request: pytest.FixtureRequest) -> Plan:
     """The Plan of the host. Where the host is not what it should be, the Plan for what it should be: the other tests
     then still say what is missing, and test_preflight says why."""
-    made = plan_module.make(entry.name, data, read_file, observed)
+    overrides = request.config.stash[OVERRIDES]
+    everyone = [Neighbour(n, at, {**d, **overrides}) for n, at, d in request.config.stash[NEIGHBOURS]]
+    made = plan_module.make(entry.name, data, read_file, observed, neighbours=everyone)
     if isinstance(made, list):
-        made = plan_module.make(entry.name, data, read_file, None, observed.system)
+        made = plan_module.make(entry.name, data, read_file, None, observed.system, everyone)
     if isinstance(made, list):
         pytest.fail("no plan for this host: " + "; ".join(map(str, made)), pytrace=False)
     return made

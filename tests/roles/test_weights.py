@@ -19,6 +19,8 @@ from node.layout import WeightsPaths
 from node.manifest import File as ManifestFile
 from node.manifest import Manifest
 from node.plan import Weights
+from node.sharing import Member, Sharing
+from node.tools import Tools
 from roles.weights import lay, probe
 from roles.weights.facts import WeightsFacts
 from roles.weights.operations import Join, begin, wait
@@ -44,6 +46,8 @@ class Plan:
 
     def __init__(self, *parts: Weights) -> None:
         self.weights = parts
+        self.sharing: Sharing | None = None
+        self.tools = Tools(b"lock", "3.12")
 
 
 def items(*parts: Weights, token: str | None = None) -> list[Any]:
@@ -56,7 +60,11 @@ def found(
     return {
         WeightsFacts: {
             "files": testing.as_wanted(wanted),
-            "units": {each.paths.unit: unit or testing.unit("inactive", started=None) for each in parts},
+            "units": {
+                **{each.paths.unit: unit or testing.unit("inactive", started=None) for each in parts},
+                layout.SHARING_UNIT: testing.unit("inactive", "", started=None),
+            },
+            "table": None,
             "snapshots": {each.paths.unit: {"state": state, "damaged": {}, "strangers": []} for each in parts},
             "others": [],
             **more,
@@ -239,10 +247,13 @@ def test_the_probe_sees_snapshots_units_and_forgotten_units(tmp_path: Path, monk
         "receipts": receipt.__file__,
         "units_folder": str(tmp_path),
         "prefix": lay.UNIT_PREFIX,
+        "sharer": layout.SHARING_UNIT,
+        "table": layout.SHARING_TABLE,
     }
     seen = probe.probe(**asked)
     assert seen["files"] == {str(tmp_path / "nothing"): None}
-    assert set(seen["units"]) == {"kimi-weights-a.service", "kimi-weights-b.service"}
+    assert set(seen["units"]) == {"kimi-weights-a.service", "kimi-weights-b.service", layout.SHARING_UNIT}
+    assert seen["table"] is None
     assert seen["others"] == ["kimi-weights-b.service"]
     assert seen["snapshots"]["kimi-weights-a.service"]["state"] == "whole"
     (snapshot / "config.json").write_text("[]")
@@ -251,3 +262,83 @@ def test_the_probe_sees_snapshots_units_and_forgotten_units(tmp_path: Path, monk
     assert probe.probe(**asked)["snapshots"]["kimi-weights-a.service"]["state"] == "unproved"
     asked["receipts"] = str(tmp_path / "no agent yet")
     assert probe.probe(**asked)["snapshots"]["kimi-weights-a.service"]["state"] == "unproved"
+
+
+SHARING = Sharing("h2", (Member("h1", "10.0.0.1"), Member("h2", "10.0.0.2"), Member("h3", "10.0.0.3")), 30200)
+
+
+def shared_items(sharing: Sharing | None = SHARING) -> list[Any]:
+    plan = Plan(MODEL)
+    plan.sharing = sharing
+    return lay.items(plan, None)  # type: ignore[arg-type]
+
+
+def table(ports: str = "30200, 30201", addresses: str = "{ 10.0.0.1, 10.0.0.3 }") -> str:
+    """As nft lists it."""
+    return f"""table inet kimi_sharing {{
+	chain input {{
+		type filter hook input priority filter; policy accept;
+		tcp dport {{ {ports} }} ip saddr != {addresses} counter packets 0 bytes 0 drop
+		meta nfproto ipv6 tcp dport {{ 30200, 30201 }} counter packets 0 bytes 0 drop
+	}}
+}}
+"""
+
+
+def begin_shared(**changed: Any) -> testing.Result:
+    facts = found((MODEL,), shared_items())
+    facts[WeightsFacts]["units"][layout.SHARING_UNIT] = testing.unit("active")
+    facts[WeightsFacts] |= {"table": table(), **changed}
+    return testing.prepare(begin, {"weights": (MODEL,), "wanted": shared_items(), "sharing": SHARING}, facts)
+
+
+def test_a_sharer_that_is_as_wanted_stays() -> None:
+    result = begin_shared()
+    assert result.commands == [] and result.noop
+
+
+@pytest.mark.parametrize(
+    "loaded", [None, table("30200"), table(addresses="{ 10.0.0.1, 10.0.0.4 }"), table(addresses="10.0.0.1")]
+)
+def test_a_sharer_behind_another_firewall_is_restarted_which_loads_its_own(loaded: str | None) -> None:
+    (command,) = begin_shared(table=loaded).commands
+    assert f"systemctl restart -- {layout.SHARING_UNIT}" in command
+
+
+def test_a_sharer_is_restarted_for_other_members_and_so_are_the_agents_at_work() -> None:
+    wanted = shared_items()
+    facts = found((MODEL,), wanted, "absent", testing.unit("active"))
+    facts[WeightsFacts]["units"][layout.SHARING_UNIT] = testing.unit("active")
+    facts[WeightsFacts]["files"][layout.SHARING] = testing.file("others")
+    facts[WeightsFacts]["table"] = table()
+    result = testing.prepare(begin, {"weights": (MODEL,), "wanted": wanted, "sharing": SHARING}, facts)
+    command = result.commands[-1]
+    assert command.index(layout.SHARING_UNIT) < command.index(f"restart --no-block -- {UNIT}")
+
+
+def test_switched_off_the_sharer_goes_with_its_files() -> None:
+    facts = found((MODEL,), shared_items())
+    facts[WeightsFacts]["units"][layout.SHARING_UNIT] = testing.unit("active")
+    for path in lay.SHARING_FILES:
+        facts[WeightsFacts]["files"][path] = testing.file("old")
+    wanted = shared_items(None)
+    result = testing.prepare(begin, {"weights": (MODEL,), "wanted": wanted, "sharing": None}, facts)
+    assert result.commands[0] == f"systemctl disable --now -- {layout.SHARING_UNIT}"
+    assert {path for path, item in result.files.items() if isinstance(item, Absent)} == set(lay.SHARING_FILES)
+
+
+def test_the_sharer_reads_what_the_role_writes_and_its_unit_and_rules_are_taken(tmp_path: Path) -> None:
+    from files.tools.weights import sharing
+
+    written = {item.path: item for item in shared_items() if isinstance(item, File)}
+    path = tmp_path / "sharing.json"
+    path.write_bytes(written[layout.SHARING].data)
+    read = sharing.load(str(path))
+    assert (read.rank, read.address) == (1, "10.0.0.2")
+    assert read.peers == [(0, "h1", "10.0.0.1"), (2, "h3", "10.0.0.3")]
+    unit = tmp_path / layout.SHARING_UNIT
+    unit.write_text(written[lay.SHARING_UNIT_FILE].data.decode().replace("ExecStart=/opt", "ExecStart=/bin/true /opt"))
+    done = subprocess.run(["systemd-analyze", "verify", str(unit)], capture_output=True, text=True, check=False)
+    assert [line for line in done.stderr.splitlines() if unit.name in line and "is not executable" not in line] == []
+    rules = written[layout.SHARING_FIREWALL].data.decode()
+    assert "tcp dport { 30200, 30201 } ip saddr != { 10.0.0.1, 10.0.0.3 } counter drop" in rules

@@ -66,6 +66,7 @@ class Node:
             "user": "nobody",
             "token_file": "",
             "client": "",
+            "sharing": "",
             "files_at_once": 2,
             "connections_per_file": 2,
             "stall_seconds": 2,

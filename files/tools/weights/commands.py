@@ -5,6 +5,7 @@
     verify  [--deep] [--json]   is every snapshot whole? by receipt in milliseconds, or by hashing all of it
     status  [--json]            what the agent is doing
     gc      [--delete]          snapshots that no configuration wants any more; shown, and removed only with --delete
+    share   SHARING             what kimi-share.service runs: give to other nodes and take from them, until stopped
 
 Without a CONFIGURATION all of /etc/kimi-nodes/weights-*.json are meant. Exit codes: see docs/weights.md.
 """
@@ -24,9 +25,10 @@ from threading import Event
 from typing import Any
 
 from . import configuration as configurations
-from . import manifest, receipt, snapshot
+from . import manifest, receipt, sharing, snapshot
 from .configuration import Configuration
 from .errors import AgentError, Misconfigured, NoRoom, Stopped, WrongContent
+from .gather import say
 from .hub import source
 from .status import Status, notify
 
@@ -40,9 +42,10 @@ def main(arguments: Sequence[str]) -> int:
         prog="weights_agent.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    for name in ("fetch", "repair", "verify", "status", "gc"):
+    for name in ("fetch", "repair", "verify", "status", "gc", "share"):
         command = commands.add_parser(name)
-        command.add_argument("configurations", nargs=1 if name == "fetch" else "*", metavar="CONFIGURATION")
+        only = name in ("fetch", "share")
+        command.add_argument("configurations", nargs=1 if only else "*", metavar="CONFIGURATION")
         if name == "verify":
             command.add_argument("--deep", action="store_true", help="hash every file, in parallel")
         if name in ("verify", "status"):
@@ -60,6 +63,8 @@ def main(arguments: Sequence[str]) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, stop)
     try:
+        if given.command == "share":
+            return _share(given.configurations[0], stopping)
         paths = given.configurations or sorted(glob.glob(CONFIGURATIONS))
         if not paths:
             raise Misconfigured(f"there is no {CONFIGURATIONS}, wanted at least one. Fix: run deploy.py on this node")
@@ -125,7 +130,11 @@ def _bring(configuration: Configuration, token: str | None, stopping: Event) -> 
     try:
         # After `_become` root's file cannot be read again by the hub's client: it then asks without a token, and fails.
         hub = source(configuration.hub, token, configuration.stall_seconds, _token_path(configuration))
-        done = snapshot.bring(configuration, _manifest(configuration), hub, status, stopping)
+        company = sharing.Alone()
+        if configuration.sharing:
+            told = sharing.load(configuration.sharing)
+            company = sharing.Company(told, configuration.repository, configuration.revision, say)
+        done = snapshot.bring(configuration, _manifest(configuration), hub, status, stopping, company)
     except AgentError as error:
         status.end("stopped" if isinstance(error, Stopped) else "failed", str(error))
         raise
@@ -244,6 +253,18 @@ def _gc(loaded: Sequence[Configuration], given: argparse.Namespace, stopping: Ev
         if given.delete and not using:
             snapshot.delete(path, os.path.dirname(loaded[0].staging))
         print(f"{path}: {size} bytes, {verb}")
+    return 0
+
+
+def _share(path: str, stopping: Event) -> int:
+    told = sharing.load(path)
+    try:
+        from .share import Sharer
+    except ImportError as error:
+        raise Misconfigured(
+            f"{sys.executable}: {error}, wanted the tools' environment with libtorrent. Fix: run deploy.py again"
+        ) from None
+    Sharer(told, stopping).run()
     return 0
 
 

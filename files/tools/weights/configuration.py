@@ -15,7 +15,8 @@ class Configuration:
     repository, revision: as in the manifest. hub: see hub.source. directory: the owner's weights
     directory; snapshot, staging: below it. manifest, status: paths. user: who owns the weights. token_file: the hub
     token as root keeps it, or "" (the unit gets it as a credential). client: the python that has
-    huggingface_hub, or "". files_at_once, connections_per_file: of aria2.
+    huggingface_hub, or "". sharing: path of the file that names the peers (see sharing.py), or "" for a node by
+    itself. files_at_once, connections_per_file: of aria2.
     """
 
     repository: str
@@ -29,6 +30,7 @@ class Configuration:
     user: str
     token_file: str
     client: str
+    sharing: str
     files_at_once: int
     connections_per_file: int
     stall_seconds: int

@@ -1,15 +1,17 @@
 """Bring files into a staging folder, each hashed and right: aria2 first, another transport for what it gets wrong.
 
-A file is hashed in a thread as soon as it is complete, while others are on their way.
+What another node gives comes from there, and the hub is asked only by the one node whose turn that is. A file is hashed
+in a thread as soon as it is complete, while others are on their way.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from threading import Event
@@ -22,11 +24,15 @@ from .hashing import Hashed
 from .hub import Folder, Hub
 from .journal import Journal
 from .manifest import File
+from .sharing import Alone, Unshared
 from .status import Status
 
 SPARE = 1.02  # of the bytes still missing, for the file system's own needs
 TURN = 0.1  # seconds between two looks at the transfers
 PATIENCE = 60.0  # seconds without a byte, while everything fails, until the agent ends and systemd starts it again
+PEERS_AT_ONCE = 4  # files on their way from other nodes
+PEERS_TRIES = 3  # times that a file does not come from them, until they are not asked for it any more
+PARTIAL = ".kimi-nodes-pieces"  # at the end of a name: what has come from other nodes of that file
 ARIA2_TRIES = 3  # failures of one file in a row, without a byte between them, until the plain transport takes it
 
 
@@ -46,6 +52,8 @@ class Fetch:
 
     done: bytes. plain, client: the transport to take instead of aria2. leftover: whole by its size when this run began.
     seen: aria2 has told of it. wrong: what the first transport brought, where it was not the manifest's content.
+    table: of pieces, by which it comes or came from other nodes, or "". unshared: how often it did not come.
+    damaged: a file with most of its pieces, or "".
     """
 
     file: File
@@ -57,6 +65,9 @@ class Fetch:
     leftover: bool = False
     seen: bool = False
     wrong: str = ""
+    table: str = ""
+    unshared: int = 0
+    damaged: str = ""
 
 
 class Gather:
@@ -71,22 +82,28 @@ class Gather:
         status: Status,
         stopping: Event,
         held: Sequence[int] = (),
+        company: Alone | None = None,
     ):
         self._configuration, self._revision, self._staging = configuration, revision, staging
         self._hub, self._status, self._stopping, self._held = hub, status, stopping, held
+        self._company = company or Alone()
+        self._hub_tried = False
+        self.has_already = 0  # bytes of the snapshot that are right and not this run's to bring
         self.journal = Journal(staging)
         self._waiting: list[Fetch] = []
         self._transfers: dict[str, Fetch] = {}
         self._futures: dict[Future[Any], tuple[Fetch, Callable[[Fetch, Future[Any]], None]]] = {}
+        self._others_moved = 0
         self._arrived = 0  # bytes of files that are complete
         self._last_byte = time.monotonic()
 
     def path(self, file: File) -> str:
         return os.path.join(self._staging, file.path)
 
-    def run(self, files: Iterable[File]) -> dict[str, dict[str, Any]]:
+    def run(self, files: Iterable[File], damaged: Mapping[str, str] | None = None) -> dict[str, dict[str, Any]]:
         """Bring them; their records for a receipt. Raises AgentError kinds; what has arrived is kept.
 
+        damaged: file's path -> a file with most of its content, of which other nodes need bring only the wrong pieces.
         Nothing is asked of the hub when everything is here already.
         """
         wanted = sorted(files, key=lambda file: file.path)
@@ -94,7 +111,8 @@ class Gather:
         self._remove_strangers(wanted)
         ready = [file for file in wanted if self.journal.holds(file)]
         held = {file.path for file in ready}
-        todo = [Fetch(file) for file in wanted if file.path not in held]
+        damaged = damaged or {}
+        todo = [Fetch(file, damaged=damaged.get(file.path, "")) for file in wanted if file.path not in held]
         self._arrived = sum(file.bytes for file in ready)
         total = sum(file.bytes for file in wanted)
         self._status.set(phase="preflight", total=total, done=self._arrived)
@@ -108,7 +126,7 @@ class Gather:
 
     def _remove_strangers(self, wanted: Iterable[File]) -> None:
         """What dead runs left that no file here can use."""
-        known = {file.path for file in wanted} | {file.path + aria2.CONTROL for file in wanted}
+        known = {file.path + suffix for file in wanted for suffix in ("", aria2.CONTROL, PARTIAL)}
         for folder, _, names in os.walk(self._staging):
             for name in names:
                 path = os.path.join(folder, name)
@@ -148,7 +166,7 @@ class Gather:
                 "snapshot appears by a rename. "
                 "Fix: mount the file system at the weights_directory itself"
             )
-        needed = int(SPARE * sum(max(0, file.bytes - disk.allocated(self.path(file))) for file in missing))
+        needed = int(SPARE * sum(max(0, file.bytes - self._allocated(file)) for file in missing))
         free = disk.room(self._staging)
         if free < needed:
             raise NoRoom(
@@ -156,7 +174,17 @@ class Gather:
                 f"of {self._configuration.repository}. Fix: free {needed - free} bytes "
                 "(weights_agent.py gc shows old snapshots), or choose another weights_directory"
             )
-        self._hub.locate(self._configuration.repository, self._revision, missing[0].path)
+        if not self._company.has_peers:
+            self._try_hub(missing[0])
+
+    def _try_hub(self, file: File) -> None:
+        """Raises what would end a transfer from there, once, before the first byte."""
+        if not self._hub_tried:
+            self._hub.locate(self._configuration.repository, self._revision, file.path)
+            self._hub_tried = True
+
+    def _allocated(self, file: File) -> int:
+        return max(disk.allocated(self.path(file)), disk.allocated(self.path(file) + PARTIAL))
 
     # The work: one thread decides, others hash and ask, aria2 fetches.
 
@@ -173,8 +201,11 @@ class Gather:
         with contextlib.ExitStack() as stack:
             self._hashers = stack.enter_context(_pool(threads(), "hash"))
             self._askers = stack.enter_context(_pool(4, "hub"))
+            self._takers = stack.enter_context(_pool(PEERS_AT_ONCE, "peers"))
             self._aria2 = stack.enter_context(aria2.Aria2(settings, self._held))
             stack.callback(self._cancel)
+            stack.callback(self._company.stop)
+            self._company.start()
             for fetch in todo:
                 if fetch.leftover:
                     self._hash(fetch)
@@ -185,6 +216,7 @@ class Gather:
                 self._look()
                 self._collect()
                 self._tell()
+                self._confer()
                 if self._stopping.wait(TURN):
                     raise Stopped("asked to stop; what has arrived is kept")
 
@@ -197,20 +229,33 @@ class Gather:
 
     def _begin(self) -> None:
         now = time.monotonic()
-        busy = len(self._transfers) + sum(1 for fetch, then in self._futures.values() if then != self._hashed)
+        thens = [then for _, then in self._futures.values()]
+        from_peers = sum(1 for then in thens if then == self._fetched_from_peers)
+        from_hub = len(self._transfers) + sum(1 for then in thens if then != self._hashed) - from_peers
         for fetch in list(self._waiting):
-            if busy >= self._configuration.files_at_once:
-                break
             if fetch.not_before > now:
                 continue
-            self._waiting.remove(fetch)
-            busy += 1
             if fetch.file.bytes == 0:
+                self._waiting.remove(fetch)
                 os.makedirs(os.path.dirname(self.path(fetch.file)), exist_ok=True)
                 with open(self.path(fetch.file), "wb"):
                     pass
                 self._hash(fetch)
-            elif fetch.client:
+                continue
+            if table := self._company.offer(fetch.file):
+                if from_peers < PEERS_AT_ONCE:
+                    self._waiting.remove(fetch)
+                    from_peers += 1
+                    self._fetch_from_peers(fetch, table)
+                continue
+            if from_hub >= self._configuration.files_at_once or not self._company.hub_allowed:
+                continue
+            self._waiting.remove(fetch)
+            from_hub += 1
+            fetch.table = ""
+            disk.forget(self.path(fetch.file) + PARTIAL)
+            self._try_hub(fetch.file)
+            if fetch.client:
                 self._fetch_by_client(fetch)
             elif fetch.plain or not self._hub.serves_aria2:
                 self._fetch_plainly(fetch)
@@ -319,6 +364,57 @@ class Gather:
         else:
             self._hash(fetch)
 
+    def _fetch_from_peers(self, fetch: Fetch, table: str) -> None:
+        fetch.table, fetch.done = table, 0
+
+        def moved(count: int) -> None:
+            fetch.done = min(fetch.file.bytes, fetch.done + count)
+            self._byte(count)
+
+        self._submit(self._takers, fetch, self._fetched_from_peers, self._take, fetch, moved)
+
+    def _take(self, fetch: Fetch, moved: Callable[[int], None]) -> None:
+        """Bring a file from other nodes to its place; only the pieces that are not here already. Raises Unshared."""
+        path = self.path(fetch.file)
+        partial = path + PARTIAL
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        if fetch.damaged and not os.path.lexists(partial):
+            with contextlib.suppress(FileNotFoundError):
+                shutil.copyfile(fetch.damaged, partial)
+        self._company.download(fetch.file, fetch.table, partial, moved, self._stopping)
+        disk.forget(path + aria2.CONTROL)
+        os.rename(partial, path)
+
+    def _fetched_from_peers(self, fetch: Fetch, future: Future[None]) -> None:
+        try:
+            future.result()
+        except Unshared as error:
+            fetch.done, fetch.unshared = 0, fetch.unshared + 1
+            fetch.not_before = time.monotonic() + 1
+            say(f"{fetch.file.path}: does not come from other nodes ({error})")
+            if fetch.unshared % PEERS_TRIES == 0:
+                self._company.refuse(fetch.file, fetch.table)
+            self._waiting.insert(0, fetch)
+        except OSError as error:
+            raise self._disk_trouble(error, fetch.file) from None
+        else:
+            self._hash(fetch)
+
+    def _confer(self) -> None:
+        """Tell the other nodes, and stop what another has taken over."""
+        company = self._company
+        hub = any(then not in (self._hashed, self._fetched_from_peers) for _, then in self._futures.values())
+        waiting = any(fetch.file.bytes and not company.offer(fetch.file) for fetch in self._waiting)
+        done = self.has_already + int(self._status.fields["done"])
+        company.say(bool(self._transfers) or hub or waiting, self.has_already + self._arrived, done)
+        if not company.hub_allowed:
+            for transfer in list(self._transfers):
+                self._waiting.append(self._transfers.pop(transfer))
+                self._aria2.drop(transfer)
+        if company.moved != self._others_moved:
+            self._others_moved = company.moved
+            self._status.moved(1)  # what this node waits for goes on
+
     def _byte(self, count: int) -> None:
         self._last_byte = time.monotonic()
         self._status.worked(count)
@@ -383,6 +479,7 @@ class Gather:
             raise self._disk_trouble(error, fetch.file) from None
         self._last_byte = time.monotonic()
         if hashed.right:
+            disk.forget(self.path(fetch.file) + PARTIAL)
             self.journal.add(hashed)
             self._arrived += fetch.file.bytes
             self._status.set(files_done=self._status.fields["files_done"] + 1)
@@ -390,7 +487,11 @@ class Gather:
         disk.forget(self.path(fetch.file))
         disk.forget(self.path(fetch.file) + aria2.CONTROL)
         fetch.done = 0
-        if fetch.leftover:
+        if fetch.table:
+            self._company.refuse(fetch.file, fetch.table)
+            fetch.damaged = ""
+            say(f"{fetch.file.path}: found {hashed.found} from other nodes, wanted {fetch.file.digest}; deleted")
+        elif fetch.leftover:
             fetch.leftover = False  # a dead run's file only looked whole: that is no fault of the hub
         elif fetch.wrong:
             raise WrongContent(
@@ -433,7 +534,9 @@ class Gather:
         on_the_way |= {id(fetch): fetch for fetch, _ in self._futures.values()}
         hashing_only = not self._transfers and not self._waiting
         hashing_only = hashing_only and all(then == self._hashed for _, then in self._futures.values())
+        idle = not self._transfers and not self._futures and not self._company.hub_allowed
         phase = "hashing" if hashing_only else "waiting" if self._status.fields["error"] else "fetching"
+        phase = "waiting for a peer" if idle and self._waiting else phase
         done = sum(min(fetch.done, fetch.file.bytes) for fetch in on_the_way.values())
         self._status.set(phase=phase, done=self._arrived + done)
 

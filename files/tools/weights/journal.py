@@ -48,6 +48,10 @@ class Journal:
         finally:
             os.close(descriptor)
 
+    def all(self) -> dict[str, dict[str, Any]]:
+        """Every file that was found right: path -> record. Whether it is still so, `receipt.unlike` tells."""
+        return dict(self._records)
+
     def records(self, files: Iterable[File]) -> dict[str, dict[str, Any]]:
         """For a receipt: path -> {"digest", stamps...}."""
         return {

@@ -19,27 +19,36 @@ from .hashing import Hashed
 from .hub import Folder, Hub
 from .journal import Journal
 from .manifest import File, Manifest
+from .sharing import Alone
 from .status import Status
 
 LOCK_SECONDS = 60.0
 
 
-def bring(configuration: Configuration, manifest: Manifest, hub: Hub | Folder, status: Status, stopping: Event) -> str:
+def bring(
+    configuration: Configuration,
+    manifest: Manifest,
+    hub: Hub | Folder,
+    status: Status,
+    stopping: Event,
+    company: Alone | None = None,
+) -> str:
     """Bring the snapshot to whole: fetch it, mend it, or find it so. Returns what was done. Raises AgentError kinds.
 
-    Nothing is asked of the hub where every file is here.
+    company: the other nodes. Nothing is asked of the hub or of them where every file is here.
     """
     done = "was whole"
+    company = company or Alone()
     if receipt.check(configuration.snapshot, manifest.sha256)["state"] != "whole":
         disk.make_folder(os.path.dirname(configuration.staging))
         with disk.lock(f"{configuration.staging}.lock", LOCK_SECONDS, stopping) as held:
             _remove_orphans(configuration)
             state = receipt.check(configuration.snapshot, manifest.sha256)["state"]
             if state == "absent":
-                _fetch(configuration, manifest, hub, status, stopping, held)
+                _fetch(configuration, manifest, hub, status, stopping, company, held)
                 done = "fetched"
             elif state != "whole":
-                done = _mend(configuration, manifest, hub, status, stopping, held)
+                done = _mend(configuration, manifest, hub, status, stopping, company, held)
     count = len(manifest.files)
     status.set(done=manifest.bytes, total=manifest.bytes, files_done=count, files_total=count)
     return done
@@ -72,10 +81,16 @@ def _receipt(manifest: Manifest, records: dict[str, dict[str, Any]]) -> dict[str
 
 
 def _fetch(
-    configuration: Configuration, manifest: Manifest, hub: Hub | Folder, status: Status, stopping: Event, held: int
+    configuration: Configuration,
+    manifest: Manifest,
+    hub: Hub | Folder,
+    status: Status,
+    stopping: Event,
+    company: Alone,
+    held: int,
 ) -> None:
     staging = configuration.staging
-    gather = Gather(configuration, manifest.revision, staging, hub, status, stopping, (held,))
+    gather = Gather(configuration, manifest.revision, staging, hub, status, stopping, (held,), company)
     _reuse(configuration, manifest, gather.journal)
     records = gather.run(manifest.files)
     status.set(phase="publishing", done=manifest.bytes)
@@ -145,7 +160,13 @@ def _trusted(configuration: Configuration, manifest: Manifest) -> dict[str, dict
 
 
 def _mend(
-    configuration: Configuration, manifest: Manifest, hub: Hub | Folder, status: Status, stopping: Event, held: int
+    configuration: Configuration,
+    manifest: Manifest,
+    hub: Hub | Folder,
+    status: Status,
+    stopping: Event,
+    company: Alone,
+    held: int,
 ) -> str:
     """Hash what the receipt does not prove, fetch what is wrong, put each new file in place by one rename."""
     snapshot, staging = configuration.snapshot, f"{configuration.staging}.repair"
@@ -161,8 +182,9 @@ def _mend(
             say(f"{path}: found {hashed.found}, wanted {hashed.file.digest}; fetched again")
             wrong.append(hashed.file)
     if wrong:
-        gather = Gather(configuration, manifest.revision, staging, hub, status, stopping, (held,))
-        records.update(gather.run(wrong))
+        gather = Gather(configuration, manifest.revision, staging, hub, status, stopping, (held,), company)
+        gather.has_already = manifest.bytes - sum(file.bytes for file in wrong)
+        records.update(gather.run(wrong, {file.path: os.path.join(snapshot, file.path) for file in wrong}))
         status.set(phase="publishing")
         for file in wrong:
             records[file.path].update(_put(os.path.join(staging, file.path), snapshot, file.path))

@@ -22,7 +22,8 @@ RATE_SECONDS = 15.0
 class Status:
     """A JSON file replaced once a second: {"phase", "done", "total", "unit": "bytes", "rate", "eta", "error", ...}.
 
-    phase: one of starting, preflight, fetching, hashing, publishing, repairing, waiting, complete, failed, stopped.
+    phase: one of starting, preflight, fetching, hashing, publishing, repairing, waiting, waiting for a peer, complete,
+    failed, stopped.
     rate: bytes a second over the last 15 s. eta: seconds. error: what keeps it from going on, None while it goes on;
     error_since: when that began, on the clock of the machine's boot; trouble_seconds: how long ago that is, by a clock
     that nobody sets. systemd's tries one after the other are one trouble. time: of this writing, wall clock.
