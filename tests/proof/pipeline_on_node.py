@@ -42,14 +42,14 @@ def answered() -> bool:
 
 
 def told(folder: Path) -> dict[str, Any]:
-    """Process title, or its number once it is gone -> what it has written (files/tools/engine_log.py)."""
+    """Process title, or its number once it is dead -> what it has written (files/tools/engine_log.py)."""
     found = {}
     for path in folder.glob("*.json"):
         try:
             title = Path("/proc", path.stem, "cmdline").read_bytes().rstrip(b"\0").decode(errors="replace")
         except OSError:
-            title = path.stem
-        found[title] = json.loads(path.read_text())["modules"]
+            title = ""
+        found[title or path.stem] = json.loads(path.read_text())["modules"]
     return found
 
 

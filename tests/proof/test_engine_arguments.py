@@ -100,11 +100,20 @@ ASKED = (
     *("disable_cuda_graph", "speculative_algorithm", "speculative_num_draft_tokens"),
     *("speculative_draft_attention_backend", "trust_remote_code", "tool_call_parser", "reasoning_parser"),
 )
+EVERY_KEY = "ep8-dflash with every key"
+OWNERS: dict[str, Any] = {
+    "context_length": 65536,
+    "max_running_requests": 32,
+    "kv_cache_dtype": "fp8_e4m3",
+    "served_model_name": "kimi",
+    "memory_fraction": 0.84,
+}
+OWNED = ("context_length", "max_running_requests", "kv_cache_dtype", "served_model_name")
 
 
 @functools.cache
-def planned(release: str, gpu: str, profile: str) -> Plan:
-    """The Plan of a node of eight of these GPUs."""
+def planned(release: str, gpu: str, profile: str, **more: Any) -> Plan:
+    """The Plan of a node of eight of these GPUs. more: further keys of its inventory."""
 
     def read(path: str) -> bytes:
         entries: list[Model | Drafter] = [*MODELS.values(), *DRAFTERS.values()]
@@ -116,7 +125,7 @@ def planned(release: str, gpu: str, profile: str) -> Plan:
 
     data: dict[str, Any] = {"gpu": gpu, "gpu_count": 8, "weights_directory": "/srv/weights"}
     data |= {"release": release, "profile": profile, "drafter": DRAFTER.key if "dflash" in profile else None}
-    data["hub_token_file"] = "token"
+    data |= {"hub_token_file": "token", **more}
     made = make("gpu-1", {key: value for key, value in data.items() if value is not None}, read, None)
     assert isinstance(made, Plan), [str(problem) for problem in made]
     return made
@@ -166,6 +175,7 @@ def judged(engine: Engine) -> dict[tuple[str, str, str], dict[str, Any]]:
         for gpu in GPUS:
             plans = {profile: planned(release.name, gpu, profile) for profile in ON_GPUS}
             vectors = {profile: list(plan.service.arguments[3:]) for profile, plan in plans.items()}
+            vectors[EVERY_KEY] = list(planned(release.name, gpu, "ep8-dflash", **OWNERS).service.arguments[3:])
             vectors |= wrong(plans, release) if gpu == GPUS[0] else {}
             model = GPU_MODELS[gpu]
             asked = {
@@ -174,7 +184,7 @@ def judged(engine: Engine) -> dict[tuple[str, str, str], dict[str, Any]]:
                 "memory_mib": model.memory_mib,
                 "count": 8,
                 "vectors": vectors,
-                "asked": ASKED,
+                "asked": ASKED + OWNED,
             }
             cases.append(
                 {
@@ -207,7 +217,7 @@ def test_the_release_accepts_what_the_plan_asks_and_changes_none_of_it(
     backends = BACKENDS[GPU_MODELS[gpu].compute_capability]
     given = options_of(planned(release, gpu, profile).service.arguments)
     dflash = entry.speculative == "dflash"
-    assert resolved == {
+    assert {name: resolved[name] for name in ASKED} == {
         "attention_backend": backends.attention,
         "moe_a2a_backend": "none",
         "tp_size": entry.tensor_parallel,
@@ -222,6 +232,22 @@ def test_the_release_accepts_what_the_plan_asks_and_changes_none_of_it(
         "tool_call_parser": "kimi_k2",
         "reasoning_parser": "kimi_k2",
     }
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+@pytest.mark.parametrize("release", RELEASES)
+def test_the_release_accepts_what_an_owner_may_set_besides(
+    judged: dict[tuple[str, str, str], dict[str, Any]], release: str, gpu: str
+) -> None:
+    """Every inventory key that becomes an argument, at once; one of them has another name in the newest release."""
+    said = judged[release, gpu, EVERY_KEY]
+    assert "resolved" in said, said
+    resolved = said["resolved"]
+    assert resolved["mem_fraction_static"] == OWNERS["memory_fraction"]
+    assert resolved["context_length"] == OWNERS["context_length"]
+    assert resolved["max_running_requests"] == OWNERS["max_running_requests"]
+    assert resolved["kv_cache_dtype"] == OWNERS["kv_cache_dtype"]
+    assert resolved["served_model_name"] == OWNERS["served_model_name"]
 
 
 REFUSED = {
