@@ -125,7 +125,7 @@ def test_patched_all_stages_come_up_and_each_has_the_patch(
 def test_a_scheduler_without_the_patch_says_so(
     started: dict[tuple[str, bool], dict[str, Any]], release: Release
 ) -> None:
-    """The ones that died of it at least: a stage that is later than they are is killed before it has loaded the file."""
+    """Those that died of it at least: a stage that is late is killed before it has loaded the file."""
     said = schedulers(started[release.name, False]).values()
     assert {entry["sha256"] for entry in said} == {PATCH.digests[release.sglang].before}
 
