@@ -10,7 +10,13 @@ changes from round to round, and the median counts. Seconds are of this machine 
     ... again   the same once more: nothing is to be fetched
     deep        weights_agent.py verify --deep        openssl   openssl dgst -sha256, one file after another
 
-Wants aria2c, nginx and openssl, and the tools' environment (huggingface_hub), which it makes in the cache folder.
+With --fan-out, instead: four nodes on loopback addresses, and the hub in a network namespace behind a shaped uplink.
+
+    alone       each node fetches from the hub by itself
+    shared      one fetches, and they spread it among themselves, with the times that nodes are deployed with
+
+Wants aria2c, nginx and openssl, and the tools' environment (huggingface_hub, libtorrent), which it makes in the cache
+folder; --fan-out also root and iproute2.
 """
 
 from __future__ import annotations
@@ -37,14 +43,16 @@ from typing import Any
 PROJECT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(PROJECT))
 
+from node import sharing  # noqa: E402
 from node.manifest import File, Manifest  # noqa: E402
+from roles.weights import lay  # noqa: E402
 
 PYTHON = "/usr/bin/python3"
 AGENT = PROJECT / "files" / "tools" / "weights_agent.py"
 REPOSITORY, REVISION = "lab/large", "ab" * 20
 MIB = 1 << 20
 
-BARS = {"ours / hf": 1.0, "ours again / hf again": 0.1}
+BARS = {"ours / hf": 1.0, "ours again / hf again": 0.1, "shared / alone": 0.35}
 """What the project holds itself to: ours may take at most so much of the other's time."""
 
 
@@ -88,7 +96,7 @@ def repository(folder: Path, files: int, size: int) -> Manifest:
     return Manifest(REPOSITORY, REVISION, tuple(entries))
 
 
-def nginx_configuration(state: Path, folder: Path, manifest: Manifest, port: int) -> str:
+def nginx_configuration(state: Path, folder: Path, manifest: Manifest, address: str) -> str:
     """The hub's addresses, answered from files."""
     tree = [
         {"type": "file", "path": f.path, "size": f.bytes, "oid": "0" * 40, "lfs": {"oid": f.sha256, "size": f.bytes}}
@@ -112,7 +120,7 @@ http {{
 {tags}
   }}
   server {{
-    listen 127.0.0.1:{port};
+    listen {address};
     location ~ ^/api/models/{REPOSITORY}(/revision/{REVISION})?$ {{ alias {state}/info.json; {kind} }}
     location ~ ^/api/models/{REPOSITORY}/tree/{REVISION} {{ alias {state}/tree.json; {kind} }}
     location ~ ^/{REPOSITORY}/resolve/{REVISION}/(.+)$ {{ alias {folder}/$1; {headers} }}
@@ -122,20 +130,22 @@ http {{
 
 
 @contextlib.contextmanager
-def hub(state: Path, folder: Path, manifest: Manifest) -> Iterator[str]:
-    """The address of an nginx that answers as a hub; it ends with the block."""
+def hub(
+    state: Path, folder: Path, manifest: Manifest, host: str = "127.0.0.1", inside: tuple[str, ...] = ()
+) -> Iterator[str]:
+    """The address of an nginx that answers as a hub; it ends with the block. inside: words that start it elsewhere."""
     state.mkdir()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    (state / "nginx.conf").write_text(nginx_configuration(state, folder, manifest, port))
-    process = subprocess.Popen(["nginx", "-p", str(state), "-c", str(state / "nginx.conf")])
+    (state / "nginx.conf").write_text(nginx_configuration(state, folder, manifest, f"{host}:{port}"))
+    process = subprocess.Popen([*inside, "nginx", "-p", str(state), "-c", str(state / "nginx.conf")])
     try:
         for _ in range(100):
-            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
+            with contextlib.suppress(OSError), socket.create_connection((host, port), timeout=1):
                 break
             time.sleep(0.05)
-        yield f"http://127.0.0.1:{port}"
+        yield f"http://{host}:{port}"
     finally:
         process.send_signal(signal.SIGTERM)
         process.wait(10)
@@ -153,7 +163,8 @@ class Ways:
             "repository": REPOSITORY, "revision": REVISION, "hub": address, "directory": str(weights),
             "snapshot": str(self.snapshot), "staging": str(weights / ".staging" / f"large-{REVISION}"),
             "manifest": str(folder / "manifest.json"), "status": str(folder / "status.json"), "user": "nobody",
-            "token_file": "", "client": "", "sharing": "", "files_at_once": 8, "connections_per_file": 2, "stall_seconds": 30,
+            "token_file": "", "client": "", "sharing": "", "files_at_once": 8, "connections_per_file": 2,
+            "stall_seconds": 30,
         }  # fmt: skip
         (folder / "configuration.json").write_text(json.dumps(configuration))
         self.environment = {
@@ -222,6 +233,99 @@ def measure(ways: Ways, rounds: int) -> dict[str, float]:
     return {name: statistics.median(taken) for name, taken in seconds.items()}
 
 
+NODES = 4
+NETWORK = "10.213.30"
+
+
+@contextlib.contextmanager
+def uplink(rate: str) -> Iterator[tuple[str, tuple[str, ...], Callable[[], int]]]:
+    """(address, words that start a program behind it, bytes that have come from there) of a shaped cable."""
+    name = f"kimi-bench-{os.getpid()}"
+    inside = ("ip", "netns", "exec", name)
+
+    def ip(*words: str) -> None:
+        subprocess.run(["ip", *words], check=True)
+
+    ip("netns", "add", name)
+    try:
+        ip("link", "add", "kimi-bench", "type", "veth", "peer", "name", "uplink", "netns", name)
+        ip("address", "add", f"{NETWORK}.1/30", "dev", "kimi-bench")
+        ip("link", "set", "kimi-bench", "up")
+        ip("-n", name, "address", "add", f"{NETWORK}.2/30", "dev", "uplink")
+        ip("-n", name, "link", "set", "uplink", "up")
+        shape = ("tc", "qdisc", "add", "dev", "uplink", "root", "tbf", "rate", rate, "burst", "1mb", "latency", "50ms")
+        subprocess.run([*inside, *shape], check=True)
+        yield f"{NETWORK}.2", inside, lambda: int(Path("/sys/class/net/kimi-bench/statistics/rx_bytes").read_text())
+    finally:
+        ip("netns", "delete", name)
+
+
+def node(folder: Path, number: int, manifest: Manifest, address: str, shared: bool) -> Path:
+    """Lay a node's files; the path of its configuration."""
+    folder.mkdir(parents=True)
+    weights = folder / "weights"
+    (folder / "manifest.json").write_text(manifest.dumps())
+    told = {
+        "repository": REPOSITORY, "revision": REVISION, "hub": address, "directory": str(weights),
+        "snapshot": str(weights / REPOSITORY / REVISION), "staging": str(weights / ".staging" / f"large-{REVISION}"),
+        "manifest": str(folder / "manifest.json"), "status": str(folder / "status.json"), "user": "nobody",
+        "token_file": "", "client": "", "sharing": str(folder / "sharing.json") if shared else "",
+        "files_at_once": lay.SHARED_FILES_AT_ONCE if shared else lay.FILES_AT_ONCE,
+        "connections_per_file": lay.SHARED_CONNECTIONS_PER_FILE if shared else lay.CONNECTIONS_PER_FILE,
+        "stall_seconds": lay.STALL_SECONDS,
+    }  # fmt: skip
+    (folder / "configuration.json").write_text(json.dumps(told))
+    among = {
+        "name": f"n{number}", "port": 30200, "members": [[f"n{n}", f"127.78.0.{n}"] for n in range(1, NODES + 1)],
+        "socket": str(folder / "s"), "tables": str(folder / "tables"), "weights": [str(folder / "configuration.json")],
+        "poll": sharing.POLL_SECONDS, "silence": sharing.SILENCE_SECONDS, "settle": sharing.SETTLE_SECONDS,
+        "stuck": sharing.STUCK_SECONDS, "takeover": sharing.TAKEOVER_SECONDS,
+    }  # fmt: skip
+    (folder / "sharing.json").write_text(json.dumps(among))
+    return folder / "configuration.json"
+
+
+def fan_out(folder: Path, manifest: Manifest, address: str, python: Path, shared: bool) -> float:
+    """Seconds until the last of four nodes has its snapshot. Raises SystemExit where one has not."""
+    configurations = [node(folder / f"n{n}", n, manifest, address, shared) for n in range(1, NODES + 1)]
+    sharers = []
+    try:
+        for path in configurations if shared else []:
+            sharers.append(subprocess.Popen([python, "-sE", AGENT, "share", path.with_name("sharing.json")]))
+        time.sleep(2)  # sharers are up long before there is something to fetch
+        began = time.perf_counter()
+        command = [PYTHON, "-sE", str(AGENT), "fetch"]
+        agents = [
+            subprocess.Popen([*command, path], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            for path in configurations
+        ]
+        codes = [agent.wait(3600) for agent in agents]
+        if any(codes):
+            raise SystemExit(f"agents of {folder.name}: exit codes {codes}")
+        os.sync()
+        return time.perf_counter() - began
+    finally:
+        for sharer in sharers:
+            sharer.terminate()
+            sharer.wait(30)
+
+
+def measure_fan_out(folder: Path, manifest: Manifest, rate: str, rounds: int, python: Path) -> dict[str, list[float]]:
+    """Seconds and bytes over the uplink by way, a list of rounds each."""
+    found: dict[str, list[float]] = {"shared": [], "alone": [], "shared bytes": [], "alone bytes": []}
+    with contextlib.ExitStack() as stack:
+        host, inside, crossed = stack.enter_context(uplink(rate))
+        address = stack.enter_context(hub(folder / "nginx", folder / "source", manifest, host, inside))
+        for number in range(rounds):
+            for way in ("shared", "alone"):
+                before = crossed()
+                place = folder / f"{way}-{number}"
+                found[way].append(fan_out(place, manifest, address, python, way == "shared"))
+                found[f"{way} bytes"].append(crossed() - before)
+                shutil.rmtree(place)
+    return found
+
+
 def timed(way: Callable[[], None], sync: bool = False) -> float:
     began = time.perf_counter()
     way()
@@ -230,11 +334,27 @@ def timed(way: Callable[[], None], sync: bool = False) -> float:
     return time.perf_counter() - began
 
 
+def tell_fan_out(found: dict[str, list[float]], size: int, given: argparse.Namespace) -> int:
+    """Print it; 1 where the bar does not hold."""
+    median = {name: statistics.median(values) for name, values in found.items()}
+    ratio, bar = median["shared"] / median["alone"], BARS["shared / alone"]
+    print(f"{NODES} nodes, {size} bytes in {given.files} files, uplink {given.uplink}, {given.rounds} rounds")
+    for way in ("shared", "alone"):
+        print(f"  {way:12} {median[way]:8.2f} s  {median[f'{way} bytes'] / size:5.2f} x the size over the uplink")
+    print(f"  {'shared / alone':24} {ratio:6.2f}  (at most {bar}: {'holds' if ratio <= bar else 'DOES NOT HOLD'})")
+    if given.json:
+        figures: dict[str, Any] = {"bytes": size, "rounds": given.rounds, "medians": median, "ratio": ratio}
+        given.json.write_text(json.dumps(figures, indent=1) + "\n")
+    return 1 if ratio > bar else 0
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--mib", type=int, default=256, help="of one file")
     parser.add_argument("--files", type=int, default=8)
+    parser.add_argument("--fan-out", action="store_true", help="four nodes behind one uplink, instead")
+    parser.add_argument("--uplink", default="200mbit", help="its rate, as tc writes it (default: %(default)s)")
     parser.add_argument("--json", type=Path, help="write the figures there too")
     given = parser.parse_args()
     cache = Path(os.environ.get("KIMI_NODES_CACHE") or Path.home() / ".cache" / "kimi-nodes")
@@ -243,6 +363,9 @@ def main() -> int:
         folder = Path(scratch)
         source = folder / "source"
         manifest = repository(source, given.files, given.mib * MIB)
+        if given.fan_out:
+            found = measure_fan_out(folder, manifest, given.uplink, given.rounds, bin_folder / "python")
+            return tell_fan_out(found, manifest.bytes, given)
         with hub(folder / "nginx", source, manifest) as address:
             seconds = measure(Ways(folder, source, manifest, address, bin_folder), given.rounds)
     ratios = {

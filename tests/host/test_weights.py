@@ -10,12 +10,13 @@ import pytest
 
 from node import layout
 from node.plan import Plan
+from roles.weights.operations import is_limited
 
 # Above this a full hash takes minutes: the receipts, made when every byte was hashed, stand for it then.
 DEEP_UP_TO = 10**9  # bytes
 
 COLLECT = """
-import json, os, pwd, stat, sys
+import json, os, pwd, stat, subprocess, sys
 asked = json.load(sys.stdin)
 def seen(path):
     try: found = os.lstat(path)
@@ -25,7 +26,14 @@ def text(path):
     try: return open(path, encoding="utf-8").read()
     except OSError: return None
 answer = {"manifests": {p: text(p) for p in asked["manifests"]}, "receipts": {p: text(p) for p in asked["receipts"]},
+          "configurations": {p: text(p) for p in asked["configurations"]},
           "units": {p: text(p) for p in asked["units"]}, "key_files": {}, "staging": {}, "snapshots": {}}
+def said(*command):
+    try: return subprocess.run(command, capture_output=True, text=True, timeout=20).stdout
+    except (OSError, subprocess.TimeoutExpired): return ""
+answer["sharer"] = said("systemctl", "show", "-p", "ActiveState", "-p", "UnitFileState", asked["sharer"]).split()
+answer["table"] = said("/usr/sbin/nft", "list", "table", *asked["table"].split())
+answer["listening"] = said("ss", "-Hltn")
 for folder, folders, files in os.walk(asked["keys"]):
     answer["key_files"].update({os.path.join(folder, name): seen(os.path.join(folder, name)) for name in files})
 answer["keys"] = seen(asked["keys"])
@@ -63,10 +71,13 @@ def collected(host: Any, plan: Plan) -> dict[str, Any]:
     asked = {
         "manifests": [each.manifest for each in paths],
         "receipts": [each.receipt for each in paths],
+        "configurations": [each.configuration for each in paths],
         "units": [f"{layout.UNITS}/{each.unit}" for each in paths],
         "staging": [each.staging.rpartition("/")[0] for each in paths],
         "snapshots": [each.snapshot for each in paths],
         "keys": layout.KEYS,
+        "sharer": layout.SHARING_UNIT,
+        "table": layout.SHARING_TABLE,
     }
     done = host.run(f"printf %s {shlex.quote(json.dumps(asked))} | python3 -c {shlex.quote(COLLECT)}")
     assert done.rc == 0, done.stderr
@@ -163,3 +174,37 @@ def test_the_fetch_goes_on_after_a_reboot(host: Any, plan: Plan, collected: dict
         assert failed != "failed", (
             f"{weights.paths.unit}: failed. Fix: journalctl -u {weights.paths.unit}, then deploy.py"
         )
+
+
+def test_nodes_share_weights_with_the_inventory_and_nobody_else(plan: Plan, collected: dict[str, Any]) -> None:
+    """Without its sharer a node costs a whole copy over the uplink; without its firewall anybody may ask for pieces."""
+    sharing = plan.sharing
+    for path, text in collected["configurations"].items():
+        told = json.loads(text)["sharing"] if text else None
+        wanted = layout.SHARING if sharing else ""
+        assert told == wanted, f"{path}: found sharing {told!r}, wanted {wanted!r}. Fix: run deploy.py"
+    open_ports = [
+        line.split()[3]
+        for line in collected["listening"].splitlines()
+        if int(line.split()[3].rpartition(":")[2]) in (sharing.ports if sharing else ())
+    ]
+    if sharing is None:
+        assert "ActiveState=active" not in collected["sharer"], (
+            f"{layout.SHARING_UNIT}: found it running, wanted no sharing of weights. Fix: run deploy.py"
+        )
+        assert not collected["table"], f"table {layout.SHARING_TABLE}: found it, wanted none. Fix: run deploy.py"
+        return
+    assert sorted(collected["sharer"]) == ["ActiveState=active", "UnitFileState=enabled"], (
+        f"{layout.SHARING_UNIT}: found {' '.join(collected['sharer']) or 'nothing'}, wanted it active and enabled. "
+        f"Fix: journalctl -u {layout.SHARING_UNIT}, then deploy.py"
+    )
+    own = next(member.address for member in sharing.members if member.name == sharing.name)
+    peers = ", ".join(peer.address for peer in sharing.peers)
+    assert is_limited(collected["table"], sharing), (
+        f"table {layout.SHARING_TABLE}: found {collected['table'] or 'nothing'}, wanted it to drop what comes for "
+        f"ports {sharing.ports} from anybody but {peers}. Fix: run deploy.py"
+    )
+    assert sorted(open_ports) == [f"{own}:{port}" for port in sharing.ports], (
+        f"{layout.SHARING_UNIT}: found it listening on {open_ports}, wanted {own} with ports {sharing.ports}. "
+        f"Fix: journalctl -u {layout.SHARING_UNIT}"
+    )

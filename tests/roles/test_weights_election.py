@@ -14,7 +14,7 @@ from files.tools.weights.election import Peer, Times, claim
 
 TIMES = Times(silence=15.0, settle=3.0, stuck=180.0, takeover=60.0)
 FIRST, SECOND, THIRD = (
-    Peer(name, rank, silent=0.5, answered=True, have={}, wants=True, claims=False, bytes=0, done=0, idle=0.0)
+    Peer(name, rank, silent=0.5, answered=True, have={}, soon=[], wants=True, claims=False, bytes=0, done=0, idle=0.0)
     for rank, name in enumerate(("h1", "h2", "h3"))
 )
 

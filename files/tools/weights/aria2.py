@@ -24,6 +24,7 @@ from typing import Any
 from .errors import Misconfigured, TransportFailed
 
 CONTROL = ".aria2"
+KEPT_SECONDS = 10.0  # of a connection without a call; aria2 closes it after 30
 NO_SPACE = 9
 RESOURCE_NOT_FOUND = 3
 _PR_SET_PDEATHSIG = 1
@@ -81,6 +82,7 @@ class Aria2:
         self._secret = secrets.token_hex(16)
         self._port = 0
         self._connection: http.client.HTTPConnection | None = None
+        self._called = 0.0
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Aria2:
@@ -154,6 +156,10 @@ class Aria2:
             parameters = (f"token:{self._secret}", *parameters)
         body = json.dumps({"jsonrpc": "2.0", "id": "1", "method": method, "params": parameters})
         try:
+            if self._connection is not None and time.monotonic() - self._called > KEPT_SECONDS:
+                self._connection.close()
+                self._connection = None
+            self._called = time.monotonic()
             if self._connection is None:
                 self._connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=30)
             self._connection.request("POST", "/jsonrpc", body, {"Content-Type": "application/json"})

@@ -15,7 +15,8 @@ class Peer:
     """What a node sees of another.
 
     rank: its place in the inventory. silent: seconds since it answered, or since it was first asked where it never
-    did; answered: whether it ever did. have: digest -> name of the table of pieces, of files that it gives to others.
+    did; answered: whether it ever did. have: digest -> name of the table of pieces, of files that it gives to others;
+    soon: digests of those that it will give as soon as their table is made.
     wants: an agent there needs the hub. claims: it fetches from there, or is about to. bytes: that it has of these
     weights; done: with those of files on their way; idle: seconds since `done` moved.
     """
@@ -25,6 +26,7 @@ class Peer:
     silent: float
     answered: bool
     have: dict[str, str]
+    soon: list[str]
     wants: bool
     claims: bool
     bytes: int

@@ -248,6 +248,8 @@ class Gather:
                     from_peers += 1
                     self._fetch_from_peers(fetch, table)
                 continue
+            if self._company.coming(fetch.file):
+                continue
             if from_hub >= self._configuration.files_at_once or not self._company.hub_allowed:
                 continue
             self._waiting.remove(fetch)
@@ -403,12 +405,15 @@ class Gather:
     def _confer(self) -> None:
         """Tell the other nodes, and stop what another has taken over."""
         company = self._company
-        hub = any(then not in (self._hashed, self._fetched_from_peers) for _, then in self._futures.values())
-        waiting = any(fetch.file.bytes and not company.offer(fetch.file) for fetch in self._waiting)
+        hub = any(then != self._fetched_from_peers and not fetch.table for fetch, then in self._futures.values())
+        waiting = any(
+            fetch.file.bytes and not company.offer(fetch.file) and not company.coming(fetch.file)
+            for fetch in self._waiting
+        )
         done = self.has_already + int(self._status.fields["done"])
         company.say(bool(self._transfers) or hub or waiting, self.has_already + self._arrived, done)
-        if not company.hub_allowed:
-            for transfer in list(self._transfers):
+        for transfer, fetch in list(self._transfers.items()):
+            if not company.hub_allowed or company.offer(fetch.file):
                 self._waiting.append(self._transfers.pop(transfer))
                 self._aria2.drop(transfer)
         if company.moved != self._others_moved:

@@ -12,6 +12,7 @@ import contextlib
 import http.client
 import json
 import os
+import queue
 import re
 import shutil
 import socket
@@ -33,6 +34,7 @@ from .journal import Journal
 from .sharing import LINE_BYTES, Sharing
 from .status import notify
 
+SILENT: dict[str, Any] = {"wants": False, "claims": False, "bytes": 0, "done": 0}
 STALL = 30.0  # seconds without a byte, until a transfer is given up
 STALL_ALONE = 3.0  # where nobody gives it any more, or all who do were banned for a wrong piece
 ANSWER_BYTES = 16 << 20
@@ -82,7 +84,8 @@ class Other:
         for key, said in answer["repositories"].items():
             have = {str(digest): str(table) for digest, table in said["have"].items()}
             repositories[str(key)] = {
-                "have": have, "wants": bool(said["wants"]), "claims": bool(said["claims"]),
+                "have": have, "soon": list(map(str, said["soon"])),
+                "wants": bool(said["wants"]), "claims": bool(said["claims"]),
                 "bytes": int(said["bytes"]), "done": int(said["done"]),
             }  # fmt: skip
         for key, said in repositories.items():
@@ -94,7 +97,7 @@ class Other:
 
     def seen(self, key: str, began: float, now: float) -> dict[str, Any]:
         """As election.Peer takes it."""
-        said = self.repositories.get(key, {"have": {}, "wants": False, "claims": False, "bytes": 0, "done": 0})
+        said = self.repositories.get(key, {"have": {}, "soon": [], **SILENT})
         return {
             "name": self.name, "rank": self.rank, "silent": now - (self.heard or began),
             "answered": self.heard is not None, **said, "idle": now - self.progress.get(key, (0, began))[1],
@@ -119,6 +122,8 @@ class Sharer:
         self.others = [Other(*peer) for peer in sharing.peers]
         self.given: dict[str, Given] = {}
         self.getting: dict[str, str] = {}
+        self.soon: set[str] = set()  # verified, and the table is being made
+        self.verified: queue.SimpleQueue[tuple[manifest.File, str, dict[str, Any]]] = queue.SimpleQueue()
         self.spoiled: dict[str, dict[str, Any]] = {}  # digest -> record that is no longer true
         self.tables: dict[str, bytes] = {}  # by name
         self.wanted: dict[str, dict[str, str]] = {}  # OWNER/NAME@REVISION -> digests of its manifest
@@ -163,6 +168,7 @@ class Sharer:
         os.chmod(self.sharing.socket, 0o600)
         for name, work in (("lists", lists.serve_forever), ("agents", agents.serve_forever), ("scan", self._scan)):
             threading.Thread(target=work, daemon=True, name=name).start()
+        threading.Thread(target=self._make, daemon=True, name="tables").start()
         for other in self.others:
             threading.Thread(target=self._ask, args=(other,), daemon=True, name=f"ask-{other.name}").start()
         notify("READY=1")
@@ -218,6 +224,7 @@ class Sharer:
                 with self.lock:
                     del self.given[digest]
                 self.session.remove_torrent(given.handle)
+        verified: list[tuple[manifest.File, str, dict[str, Any]]] = []
         for path in self.sharing.weights:
             configuration = configurations.load(path)
             wanted = manifest.load(configuration.manifest)
@@ -239,8 +246,27 @@ class Sharer:
                     if not record or record.get("digest") != file.digest or record == self.spoiled.get(file.digest):
                         continue
                     if not receipt.unlike(where, record):
-                        self._give(file, where, record)
+                        verified.append((file, where, record))
                         break
+        for file, where, record in verified:
+            with self.lock:
+                known = file.digest in self.soon
+                self.soon.add(file.digest)
+            if not known:
+                self.verified.put((file, where, record))
+
+    def _make(self) -> None:
+        """Tables of what has been verified, one after the other, while the scan goes on."""
+        while True:
+            file, where, record = self.verified.get()
+            try:
+                self._give(file, where, record)
+            except (OSError, ValueError) as error:
+                print(f"{where}: cannot be given to others: {error}", file=sys.stderr, flush=True)
+            except RuntimeError as error:  # libtorrent's
+                print(f"{where}: libtorrent: {error}", file=sys.stderr, flush=True)
+            with self.lock:
+                self.soon.discard(file.digest)
 
     def _give(self, file: manifest.File, path: str, record: dict[str, Any]) -> None:
         kept = os.path.join(self.sharing.tables, file.digest.replace(":", "-"))
@@ -324,7 +350,8 @@ class Sharer:
                 have = {digest: self.given[digest].table for digest in digests if digest in self.given}
                 held = sum(self.given[digest].bytes for digest in have)
                 said = self.said.get(key, {"wants": False, "claims": False, "bytes": held, "done": held})
-                repositories[key] = {"have": have, **said}
+                soon = [digest for digest in digests if digest in self.soon]
+                repositories[key] = {"have": have, "soon": soon, **said}
             return {"name": self.sharing.name, "repositories": repositories, "getting": dict(self.getting)}
 
     def _sources(self, digest: str, table: str) -> list[tuple[str, int]]:

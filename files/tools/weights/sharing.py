@@ -106,6 +106,10 @@ class Alone:
         """The table of pieces by which others give a file; None where nobody has it."""
         return None
 
+    def coming(self, file: File) -> bool:
+        """Whether another node has the file and is about to give it."""
+        return False
+
     def refuse(self, file: File, table: str) -> None:
         """What came by that table was wrong."""
 
@@ -158,6 +162,10 @@ class Company(Alone):
             )
         fit = [(-number, table) for table, number in tables.items() if (file.digest, table) not in self._refused]
         return min(fit)[1] if fit else None
+
+    def coming(self, file: File) -> bool:
+        with self._lock:
+            return any(file.digest in peer.soon for peer in self._peers if election.alive(peer, self._sharing.times))
 
     def refuse(self, file: File, table: str) -> None:
         self._refused.add((file.digest, table))
