@@ -443,7 +443,7 @@ class Sharer:
                 say({"done": done})
             if status.is_seeding:
                 came, size = status.total_payload_download, status.total_wanted
-                print(f"{shown}: {came} bytes from others, {size - came} were here", flush=True)
+                print(f"{shown}: {came} bytes from others, {max(0, size - came)} were here", flush=True)
                 break
             sources = self._sources(digest, name)
             if now - connected > CONNECT_EVERY:
