@@ -22,6 +22,7 @@ MIB = 1 << 20
 RESERVE = {True: 14.3 * GIB, False: 11.0 * GIB}
 
 LEAST_KV_TOKENS = 32_768  # below this a server answers but is of no use: one long request fills it
+LEAST_REQUEST_TOKENS = 256  # prompt and answer of a short request: more requests than these fill the cache never run
 
 BYTES_PER_KV_VALUE = {"auto": 2.0, "fp8_e4m3": 1.0}
 
@@ -45,10 +46,12 @@ class GpuFit:
 
 @dataclass(frozen=True)
 class Fit:
-    """All GPUs of a node under a profile. memory_fraction: what the server is told to take for weights and KV cache."""
+    """All GPUs of a node under a profile. memory_fraction: what the server is told to take for weights and KV cache.
+    graph_batch: requests of the largest batch that is captured as a CUDA graph, 0 for a profile without graphs."""
 
     gpus: tuple[GpuFit, ...]
     memory_fraction: float
+    graph_batch: int
 
     @property
     def tokens(self) -> int:
@@ -100,10 +103,12 @@ def fit(
     kv_cache_dtype: str = "auto",
     drafter: Drafter | None = None,
     memory_fraction: float | None = None,
+    max_running_requests: int | None = None,
 ) -> Fit:
     """The memory of every GPU under a profile. memory_mib: of each GPU, at least as many as the profile uses.
 
-    memory_fraction: the owner's, or None for the largest hundredth that leaves the reserve free.
+    memory_fraction: the owner's, or None for the largest hundredth that leaves the reserve free. max_running_requests:
+    the owner's limit, or None.
     """
     smallest = min(memory_mib) * MIB
     fraction = memory_fraction or max(0.0, int((1 - RESERVE[profile.cuda_graphs] / smallest) * 100) / 100)
@@ -118,7 +123,21 @@ def fit(
             per_token += drafter.kv_bytes_per_token / profile.tensor_parallel
         allowed = int(memory * fraction)
         gpus.append(GpuFit(index, memory, weights, memory - allowed, allowed - weights, per_token))
-    return Fit(tuple(gpus), fraction)
+    batch = graph_batch(profile, smallest, min(gpu.tokens for gpu in gpus), max_running_requests)
+    return Fit(tuple(gpus), fraction, batch)
+
+
+def graph_batch(profile: Profile, memory: int, tokens: int, max_running_requests: int | None) -> int:
+    """Requests of the largest batch worth a CUDA graph; 0 for an eager profile. memory: bytes of the smallest GPU.
+
+    SGLang would capture up to 512, or 256 with fewer than four tensor-parallel ranks on less than 160 GiB, whatever the
+    KV cache holds, and counts 2 MiB of GPU memory for each (sglang/srt/server_args.py, _handle_gpu_memory_settings,
+    0.5.12.post1 and 0.5.17; arg_groups/memory_hook.py, 0.5.23). No more are captured than the cache can hold at once.
+    """
+    if not profile.cuda_graphs:
+        return 0
+    engines = 256 if profile.tensor_parallel < 4 and memory < 160 * GIB else 512
+    return max(1, min(engines, tokens // LEAST_REQUEST_TOKENS, max_running_requests or engines))
 
 
 def problems(result: Fit, profile: Profile, context_length: int | None) -> list[Problem]:

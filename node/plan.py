@@ -189,7 +189,13 @@ def make(
     if model.architecture:
         memory_mib = [gpu.memory_mib or declared.gpus[0].memory_mib or 0 for gpu in machine.gpus]
         fit = memory.fit(
-            model.architecture, profile, memory_mib, values["kv_cache_dtype"], drafter, values["memory_fraction"]
+            model.architecture,
+            profile,
+            memory_mib,
+            values["kv_cache_dtype"],
+            drafter,
+            values["memory_fraction"],
+            values["max_running_requests"],
         )
         problems = memory.problems(fit, profile, values["context_length"])
         if problems:
@@ -457,7 +463,7 @@ def _service(
             "kv_cache_dtype": values["kv_cache_dtype"],
             "memory_fraction": fit.memory_fraction if fit else values["memory_fraction"],
             "disable_cuda_graph": not profile.cuda_graphs,
-            "cuda_graph_max_bs": values["max_running_requests"] if profile.cuda_graphs else None,
+            "cuda_graph_max_bs": (fit.graph_batch or None) if fit else None,
         }
         if drafter:
             options |= {

@@ -118,7 +118,7 @@ def made(name: str) -> str:
         [
             BEGIN,
             f"Arguments with {DEFAULT_RELEASE} and every other key as it is by default; `{name}-eager` adds "
-            "`--disable-cuda-graph` and has another `--mem-fraction-static`:",
+            "`--disable-cuda-graph`, has no `--cuda-graph-max-bs` and another `--mem-fraction-static`:",
             "",
             *arguments_table(name),
             "",

@@ -18,8 +18,8 @@ class Profile:
 
     gpus = tensor_parallel x pipeline_parallel. expert_parallel divides tensor_parallel: each expert group of
     tensor_parallel / expert_parallel GPUs holds 1 / expert_parallel of the experts, whole. cuda_graphs: decode runs as
-    captured graphs, for the batch sizes that the engine chooses by the GPU's memory: nothing measured says better ones.
-    device: of the models that it can serve. options, environment: what it adds.
+    captured graphs, up to the batch that `node.memory` decides. device: of the models that it can serve. options,
+    environment: what it adds.
     """
 
     name: str

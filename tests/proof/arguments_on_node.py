@@ -3,7 +3,7 @@
 argv: JSON, {"gpu", "capability": [12, 0], "memory_mib", "count", "vectors": {name: [words]}, "asked": [attribute]}.
 There is no GPU in the lab, so torch is made to report these; nvidia-smi, which SGLang also asks, is the lab's. Each
 vector is looked at in a child of its own, because SGLang remembers what it decided in its environment. answer.json:
-name -> {"resolved": {attribute: value}} or {"refused": text}.
+name -> {"resolved": {attribute: value}, "largest graph": its batch} or {"refused": text}.
 """
 
 from __future__ import annotations
@@ -47,7 +47,9 @@ def judged(vector: list[str]) -> dict[str, Any]:
         traceback.print_exc()
         return {"refused": f"{type(error).__name__}: {error}"}
     resolved = arguments.resolved_dict() if hasattr(arguments, "resolved_dict") else vars(arguments)
-    return {"resolved": {name: resolved[name] for name in asked["asked"]}}
+    graphs = resolved.get("cuda_graph_config")  # 0.5.12.post1 has plain attributes
+    largest = graphs.decode.max_bs if graphs else resolved["cuda_graph_max_bs"]
+    return {"resolved": {name: resolved[name] for name in asked["asked"]}, "largest graph": largest}
 
 
 found = {}

@@ -232,6 +232,8 @@ def test_the_release_accepts_what_the_plan_asks_and_changes_none_of_it(
         "tool_call_parser": "kimi_k2",
         "reasoning_parser": "kimi_k2",
     }
+    fit = planned(release, gpu, profile).fit
+    assert fit is not None and (not entry.cuda_graphs or said["largest graph"] == fit.graph_batch), said
 
 
 @pytest.mark.parametrize("gpu", GPUS)
@@ -248,6 +250,7 @@ def test_the_release_accepts_what_an_owner_may_set_besides(
     assert resolved["max_running_requests"] == OWNERS["max_running_requests"]
     assert resolved["kv_cache_dtype"] == OWNERS["kv_cache_dtype"]
     assert resolved["served_model_name"] == OWNERS["served_model_name"]
+    assert said["largest graph"] == OWNERS["max_running_requests"]
 
 
 REFUSED = {

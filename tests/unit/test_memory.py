@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from node.memory import GIB, fit, problems, stages, weights_per_gpu
+from node.memory import GIB, fit, graph_batch, problems, stages, weights_per_gpu
 from node.models import DRAFTERS, KIMI_K26_ARCHITECTURE, MODELS
 from node.profiles import PROFILES
 
@@ -121,3 +121,28 @@ def test_weights_follow_the_architecture() -> None:
     """A model of half the experts takes about half the memory: nothing is a constant of Kimi."""
     half = replace(KIMI_K26_ARCHITECTURE, experts=192)
     assert half.total_bytes / KIMI_K26_ARCHITECTURE.total_bytes == pytest.approx(0.52, abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("name", "gib", "tokens", "limit", "expected"),
+    [
+        ("tp8", 95, 200_000, None, 512),
+        ("pp8", 95, 700_000, None, 256),
+        ("pp8", 268, 700_000, None, 512),
+        ("tp8", 95, 32_768, None, 128),
+        ("tp8", 95, 200_000, 32, 32),
+        ("tp8", 95, 32_768, 2048, 128),
+        ("tp8", 95, 100, None, 1),
+        ("tp8-eager", 95, 200_000, 32, 0),
+    ],
+)
+def test_the_largest_graph_is_what_the_engine_takes_and_the_cache_holds(
+    name: str, gib: int, tokens: int, limit: int | None, expected: int
+) -> None:
+    assert graph_batch(PROFILES[name], gib << 30, tokens, limit) == expected
+
+
+def test_a_tight_cache_captures_fewer_graphs() -> None:
+    roomy = fit(KIMI_K26_ARCHITECTURE, PROFILES["tp8"], PRO6000)
+    tight = fit(KIMI_K26_ARCHITECTURE, PROFILES["tp8"], PRO6000, memory_fraction=0.75)
+    assert roomy.graph_batch == 512 > tight.graph_batch == tight.tokens // 256
