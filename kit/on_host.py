@@ -29,6 +29,10 @@ UNIT_PROPERTIES = (
 )
 
 
+# For apt-get and dpkg: nothing is asked, and needrestart does not restart the owner's services behind their back.
+PACKAGING = {"DEBIAN_FRONTEND": "noninteractive", "NEEDRESTART_SUSPEND": "1"}
+
+
 class Problem(Exception):
     """What this host cannot do as asked: the text names what was found and wanted, and ends with `Fix: ...`."""
 
@@ -129,6 +133,29 @@ def run(
     except subprocess.TimeoutExpired:
         return {"code": None, "out": "", "err": f"{argv[0]} did not end within {timeout:g} s"}
     return {"code": done.returncode, "out": done.stdout, "err": done.stderr}
+
+
+def output(argv: Sequence[str], environment: Mapping[str, str] | None = None) -> tuple[int, str]:
+    """Run a program without a shell for as long as it takes: (exit code, all that it printed, in its order).
+
+    Its output goes into a pipe of this process, which lives on when the connection is lost: a package manager would
+    die of a closed pipe in the middle of an installation. The code is 127 where the program cannot be started.
+    `environment` as in `run`.
+    """
+    whole = {**os.environ, "LC_ALL": "C", **(environment or {})}
+    try:
+        done = subprocess.run(
+            list(argv),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            env=whole,
+        )
+    except OSError as error:
+        return 127, f"{argv[0]}: {error.strerror}"
+    return done.returncode, done.stdout
 
 
 def packages(names: Iterable[str]) -> dict[str, str | None]:

@@ -1,7 +1,6 @@
 """Runs on the host: refresh the repository's lists and install packages from it, while `/usr/local/cuda` stays put.
 
-apt's output is read by this program, which lives on when the connection is lost: apt would die of a closed pipe in the
-middle of an installation. The next run waits for this one at the lock.
+It lives on when the connection is lost; the next run waits for this one at the lock.
 """
 
 from __future__ import annotations
@@ -11,12 +10,12 @@ import fcntl
 import os
 import re
 import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from kit import on_host
 from kit.on_host import Problem
 
 LOCK = "/run/lock/kimi-nodes-cuda"
@@ -27,8 +26,6 @@ INSTALL = (
     "-o", "APT::Keep-Downloaded-Packages=false",  # 4 GB of them
     "-o", "Dpkg::Options::=--force-confdef", "-o", "Dpkg::Options::=--force-confold",
 )  # fmt: skip
-# needrestart would restart services of the owner behind the back of apt-get.
-ENVIRONMENT = {"DEBIAN_FRONTEND": "noninteractive", "NEEDRESTART_SUSPEND": "1", "LC_ALL": "C"}
 # What apt-get update says of a signature, some of it with exit code 0 because the lists of last time are still there.
 UNTRUSTED = re.compile(
     r"GPG error|NO_PUBKEY|is not signed|EXPKEYSIG|KEYEXPIRED|REVKEYSIG|BADSIG|INVALIDSIG|[Ss]ignature|[Uu]nsigned"
@@ -138,7 +135,7 @@ def _finish(packages: list[str]) -> None:
 
 def _moves(packages: dict[str, str]) -> bool:
     """Whether a metapackage that is installed now goes to another version."""
-    shown = _output(["dpkg-query", "--show", "--showformat=${Package} ${Version}\n", *packages])[1]
+    shown = on_host.output(["dpkg-query", "--show", "--showformat=${Package} ${Version}\n", *packages])[1]
     installed = dict(line.split(" ", 1) for line in shown.splitlines() if line.count(" ") == 1)
     return any(installed.get(name) not in (None, "", version) for name, version in packages.items())
 
@@ -150,7 +147,7 @@ def _install(packages: dict[str, str], reinstall: list[str], source: str) -> Non
     argvs += [[*INSTALL, "--reinstall", "--", *again]] if again else []
     complaints = ""
     for argv in argvs:
-        require_disk(_output([*argv[:2], "--assume-no", *argv[3:]])[1])
+        require_disk(on_host.output([*argv[:2], "--assume-no", *argv[3:]], on_host.PACKAGING)[1])
         code, said = _patiently(argv)
         if code and "--fix-broken" in said:  # a package was removed by force; apt mends that by itself or not at all
             _patiently([*INSTALL, "--fix-broken"])
@@ -227,7 +224,7 @@ def fix(said: str, what: str) -> str:
 
 def query(name: str) -> dict[str, Any] | None:
     """{"mode", "value", "best", "choices": {path: priority}} of a link group; None where it is not managed."""
-    code, said = _output(["update-alternatives", "--query", name])
+    code, said = on_host.output(["update-alternatives", "--query", name])
     if code:
         return None
     head, *blocks = re.split(r"\n\s*\n(?=Alternative:)", said)
@@ -280,7 +277,7 @@ def _patiently(argv: list[str]) -> tuple[int, str]:
     """Run it, again while another package manager holds a lock that apt does not wait for (lists, archives, dpkg)."""
     until = time.monotonic() + LOCK_SECONDS
     while True:
-        code, said = _output(argv)
+        code, said = on_host.output(argv, on_host.PACKAGING)
         if code == 0 or not LOCKED.search(said) or time.monotonic() > until:
             sys.stdout.write(said)
             return code, said
@@ -288,20 +285,7 @@ def _patiently(argv: list[str]) -> tuple[int, str]:
 
 
 def _must(argv: list[str]) -> None:
-    code, said = _output(argv)
+    code, said = on_host.output(argv)
     if code:
         found = said.strip()[-300:]
         raise Problem(f"{' '.join(argv)}: found {found}, wanted the link to stay. Fix: run it on that host")
-
-
-def _output(argv: list[str]) -> tuple[int, str]:
-    done = subprocess.run(
-        argv,
-        env={**os.environ, **ENVIRONMENT},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-    )
-    return done.returncode, done.stdout

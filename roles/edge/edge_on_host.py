@@ -18,7 +18,6 @@ import re
 import secrets
 import socket
 import ssl
-import subprocess
 import time
 from typing import Any
 
@@ -231,10 +230,10 @@ def first_certificate(path: str) -> bytes:
 
 
 def _systemctl(*arguments: str, check: bool = True) -> bool:
-    done = subprocess.run(["systemctl", *arguments], capture_output=True, text=True, errors="replace")
-    if done.returncode and check:
+    code, said = on_host.output(["systemctl", *arguments])
+    if code and check:
         unit = arguments[-1]
         log = on_host.run(["journalctl", "--no-pager", "--output=cat", "--lines=3", "--unit", unit])["out"]
-        said = " ".join(f"{done.stderr} {log}".split())[-600:]
-        raise Problem(f"systemctl {' '.join(arguments)}: found {said}; wanted it done. Fix: journalctl -u {unit}")
-    return done.returncode == 0
+        found = " ".join(f"{said} {log}".split())[-600:]
+        raise Problem(f"systemctl {' '.join(arguments)}: found {found}; wanted it done. Fix: journalctl -u {unit}")
+    return code == 0

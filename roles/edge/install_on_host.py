@@ -1,7 +1,6 @@
 """Runs on the host: Caddy from the distribution's archive, without its own service, and the user that the edge runs as.
 
-apt's output is read by this program, which lives on when the connection is lost: apt would die of a closed pipe in the
-middle of an installation. The next run waits at the lock.
+It lives on when the connection is lost; the next run waits for this one at the lock.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ import fcntl
 import os
 import pwd
 import re
-import subprocess
 import sys
 
 from kit import on_host
@@ -22,8 +20,6 @@ INSTALL = (
     "apt-get", "install", "-y", "--no-install-recommends", "--no-remove", "-o", "DPkg::Lock::Timeout=600",
     "-o", "Acquire::Retries=3", "-o", "Dpkg::Options::=--force-confdef", "-o", "Dpkg::Options::=--force-confold",
 )  # fmt: skip
-# needrestart would restart services of the owner behind the back of apt-get.
-ENVIRONMENT = {"DEBIAN_FRONTEND": "noninteractive", "NEEDRESTART_SUSPEND": "1", "LC_ALL": "C"}
 STALE = re.compile(r"404 +Not Found|Unable to locate|Unable to fetch|no installation candidate|unmet dep")
 
 
@@ -36,7 +32,7 @@ def act(package: str, user: str) -> None:
         try:
             pwd.getpwnam(user)
         except KeyError:
-            code, said = _output(
+            code, said = _shown(
                 [
                     "useradd", "--system", "--user-group", "--no-create-home", "--home-dir", "/nonexistent",
                     "--shell", "/usr/sbin/nologin", user,
@@ -53,10 +49,10 @@ def _install(package: str) -> None:
     mask = f"{UNITS}/{package}.service"
     if not os.path.lexists(mask):
         os.symlink("/dev/null", mask)
-    code, said = _output([*INSTALL, "--", package])
+    code, said = _shown([*INSTALL, "--", package])
     if code and STALE.search(said):
-        _output(["apt-get", "update"])
-        code, said = _output([*INSTALL, "--", package])
+        _shown(["apt-get", "update"])
+        code, said = _shown([*INSTALL, "--", package])
     if code:
         errors = " ".join(line for line in said.splitlines() if line.startswith("E:")) or said.strip()[-500:]
         raise Problem(
@@ -65,15 +61,7 @@ def _install(package: str) -> None:
         )
 
 
-def _output(argv: list[str]) -> tuple[int, str]:
-    done = subprocess.run(
-        argv,
-        env={**os.environ, **ENVIRONMENT},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-    )
-    sys.stdout.write(done.stdout)
-    return done.returncode, done.stdout
+def _shown(argv: list[str]) -> tuple[int, str]:
+    code, said = on_host.output(argv, on_host.PACKAGING)
+    sys.stdout.write(said)
+    return code, said

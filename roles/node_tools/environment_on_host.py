@@ -16,6 +16,7 @@ import sys
 import tempfile
 from collections.abc import Mapping
 
+from kit import on_host
 from kit.on_host import Problem
 
 
@@ -95,11 +96,7 @@ def _build(environment: str, python: str, lock: str) -> None:
 
 
 def _run(argv: list[str], purpose: str, fix: str) -> None:
-    done = subprocess.run(
-        argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
-    )
-    sys.stdout.write(done.stdout)
-    if done.returncode:
-        raise Problem(
-            f"{argv[0]} exited {done.returncode}: {done.stdout.strip()[-800:]}; wanted to {purpose}. Fix: {fix}"
-        )
+    code, said = on_host.output(argv)
+    sys.stdout.write(said)
+    if code:
+        raise Problem(f"{argv[0]} exited {code}: {said.strip()[-800:]}; wanted to {purpose}. Fix: {fix}")

@@ -1,15 +1,11 @@
-"""Runs on the host: mend an interrupted dpkg, then install packages.
-
-apt's output goes into a pipe of this program, which lives on when the connection is lost: apt would die of a closed
-pipe in the middle of an installation.
-"""
+"""Runs on the host: mend an interrupted dpkg, then install packages. It lives on when the connection is lost."""
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import time
 
+from kit import on_host
 from kit.on_host import Problem
 
 LOCK_SECONDS = 600
@@ -23,8 +19,6 @@ OPTIONS = (
     "-o",
     "Dpkg::Options::=--force-confold",
 )
-# needrestart would restart services of the owner behind the back of apt-get.
-ENVIRONMENT = {"DEBIAN_FRONTEND": "noninteractive", "NEEDRESTART_SUSPEND": "1", "LC_ALL": "C"}
 
 
 def act(packages: list[str], unfinished: list[str]) -> None:
@@ -40,7 +34,7 @@ def act(packages: list[str], unfinished: list[str]) -> None:
 def _finish() -> None:
     until = time.monotonic() + LOCK_SECONDS
     while True:
-        code, said = _output(["dpkg", "--configure", "-a", "--force-confdef", "--force-confold"])
+        code, said = _shown(["dpkg", "--configure", "-a", "--force-confdef", "--force-confold"])
         # dpkg itself never waits for its lock; what looked unfinished may be another apt at work.
         if code == 0 or "lock" not in said or time.monotonic() > until:
             break
@@ -51,12 +45,12 @@ def _finish() -> None:
 
 def _update() -> str:
     """apt's complaints. A broken repository of somebody else must not stop a node: the installation tells."""
-    _, said = _output(["apt-get", "update", "-o", f"DPkg::Lock::Timeout={LOCK_SECONDS}"])
+    _, said = _shown(["apt-get", "update", "-o", f"DPkg::Lock::Timeout={LOCK_SECONDS}"])
     return "\n".join(line for line in said.splitlines() if line.startswith(("W:", "E:")))
 
 
 def _run(argv: list[str], purpose: str, said_before: str) -> None:
-    code, said = _output(argv)
+    code, said = _shown(argv)
     if code:
         errors = "; ".join(line for line in said.splitlines() if line.startswith("E:")) or said.strip()[-600:]
         before = f" Before that: {said_before.strip()[-600:]}" if said_before.strip() else ""
@@ -83,14 +77,7 @@ def fix(said: str) -> str:
     return "apt-get update && apt-get install --fix-broken, on that host, and read what it says"
 
 
-def _output(argv: list[str]) -> tuple[int, str]:
-    done = subprocess.run(
-        ["env", *(f"{name}={value}" for name, value in ENVIRONMENT.items()), *argv],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-    )
-    sys.stdout.write(done.stdout)
-    return done.returncode, done.stdout
+def _shown(argv: list[str]) -> tuple[int, str]:
+    code, said = on_host.output(argv, on_host.PACKAGING)
+    sys.stdout.write(said)
+    return code, said

@@ -6,9 +6,9 @@ import datetime
 import hashlib
 import json
 import os
-import subprocess
 from typing import Any
 
+from kit import on_host
 from kit.on_host import Problem
 
 
@@ -79,8 +79,6 @@ def replace(path: str, content: bytes, mode: int | None = None) -> None:
 
 def refresh(python: str, path: str) -> None:
     """Compile one module again: whoever serves may not, and would do so at every start."""
-    done = subprocess.run(
-        [python, "-I", "-m", "py_compile", path], stdin=subprocess.DEVNULL, capture_output=True, text=True
-    )
-    if done.returncode:
-        raise Problem(f"{path}: does not compile: {done.stderr.strip()[-400:]}. Fix: mend its patch in node/patches.py")
+    code, said = on_host.output([python, "-I", "-m", "py_compile", path])
+    if code:
+        raise Problem(f"{path}: does not compile: {said.strip()[-400:]}. Fix: mend its patch in node/patches.py")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import shutil
 import subprocess
 import zlib
@@ -24,7 +25,7 @@ from node.models import MODELS
 from node.plan import Plan, make
 from node.render import read_file, shown, text
 from node.systems import SYSTEMS, System
-from roles.edge import content, deploy, edge_on_host
+from roles.edge import content, deploy, edge_on_host, install_on_host
 from roles.edge.facts import EdgeFacts
 from roles.edge.operations import close_edge, open_edge
 
@@ -213,6 +214,50 @@ def test_unusable_files_of_the_owner_refuse_this_host_without_showing_them(
     with pytest.raises(Refusal) as refusal:
         deploy.owners_files(edge_of(edge_client_keys_file=str(path)))
     assert "Fix: " in str(refusal.value) and KEY not in str(refusal.value)
+
+
+# --- the package ---
+
+
+def fake(folder: Path, name: str, script: str) -> None:
+    """A program of that name, first in PATH, that writes its call to `calls`."""
+    path = folder / name
+    path.write_text(f'#!/bin/sh\necho {name} "$@" >>{folder}/calls\n{script}\n')
+    path.chmod(0o755)
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of programs that stand for apt-get and useradd, and of the units that are masked."""
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(install_on_host, "LOCK", str(tmp_path / "lock"))
+    monkeypatch.setattr(install_on_host, "UNITS", str(tmp_path))
+    fake(tmp_path, "useradd", "")
+    return tmp_path
+
+
+def test_a_server_of_the_distributions_own_never_comes_up(machine: Path) -> None:
+    """Masked before it is unpacked; and lists that are too old are fetched once, then apt is asked again."""
+    script = """test -L {0}/no-such-server.service || exit 3
+test "$1" = update && touch {0}/updated
+test -e {0}/updated || {{ echo "E: Unable to locate package"; exit 100; }}"""
+    fake(machine, "apt-get", script.format(machine))
+    install_on_host.act("no-such-server", "no-such-user")
+    assert os.readlink(machine / "no-such-server.service") == "/dev/null"
+    calls = [line.split() for line in (machine / "calls").read_text().splitlines()]
+    assert [call[:2] for call in calls] == [
+        ["apt-get", "install"], ["apt-get", "update"], ["apt-get", "install"], ["useradd", "--system"],
+    ]  # fmt: skip
+
+
+def test_what_apt_and_useradd_say_is_told_with_a_way_out(machine: Path) -> None:
+    fake(machine, "apt-get", 'echo "E: held broken packages"; exit 100')
+    with pytest.raises(Problem, match=r"found E: held broken packages; wanted no-such-server installed.*Fix: apt-get"):
+        install_on_host.act("no-such-server", "no-such-user")
+    fake(machine, "apt-get", "")
+    fake(machine, "useradd", "echo cannot lock /etc/passwd >&2; exit 1")
+    with pytest.raises(Problem, match=r"useradd: found cannot lock /etc/passwd, wanted user no-such-user\. Fix: "):
+        install_on_host.act("no-such-server", "no-such-user")
 
 
 # --- what is laid down ---

@@ -196,6 +196,13 @@ def test_programs_are_run_without_a_shell_and_never_raise() -> None:
     }
 
 
+def test_all_that_a_program_prints_is_one_text_in_its_order() -> None:
+    script = "read word; echo out $word; echo err >&2; echo $LC_ALL $DEBIAN_FRONTEND; printf '\\377'; exit 3"
+    assert on_host.output(["sh", "-c", script], on_host.PACKAGING) == (3, "out\nerr\nC noninteractive\n\ufffd")
+    assert on_host.output(["/no/such/program"]) == (127, "/no/such/program: No such file or directory")
+    assert on_host.output(["/etc/passwd"]) == (127, "/etc/passwd: Permission denied")
+
+
 def test_package_versions_come_from_one_query() -> None:
     found = on_host.packages(["dpkg", "no-such-package-here"])
     assert found["no-such-package-here"] is None
