@@ -19,7 +19,7 @@ from node import inventory, memory, systems, tools
 from node import sharing as sharing_module
 from node.edge import Edge
 from node.hardware import Hardware
-from node.layout import API_KEY, ENGINE_LOGGING, TOOLS, ReleasePaths, ServicePaths, WeightsPaths
+from node.layout import ENGINE_LOGGING, TOOLS, ReleasePaths, ServicePaths, WeightsPaths
 from node.lock import distributions
 from node.manifest import Manifest, loads
 from node.models import DRAFTERS, MODELS, Drafter, Model, Question
@@ -87,10 +87,6 @@ class Service:
     start_timeout: int
     api_key_file: str | None
 
-    @property
-    def api_key_path(self) -> str:
-        return API_KEY
-
 
 @dataclass(frozen=True)
 class Plan:
@@ -129,10 +125,6 @@ class Plan:
     @property
     def service_paths(self) -> ServicePaths:
         return ServicePaths(self.profile.name)
-
-
-def unit_name(profile: str) -> str:
-    return ServicePaths(profile).unit
 
 
 def declared_hardware(data: Mapping[str, Any]) -> Hardware | None:
@@ -474,8 +466,8 @@ def _service(
             }
     options |= profile.options
     return Service(
-        unit=unit_name(profile.name),
-        conflicts=tuple(unit_name(other) for other in sorted(PROFILES) if other != profile.name),
+        unit=ServicePaths(profile.name).unit,
+        conflicts=tuple(ServicePaths(other).unit for other in sorted(PROFILES) if other != profile.name),
         name=name,
         host="127.0.0.1",
         port=values["port"],

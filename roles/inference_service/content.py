@@ -12,7 +12,7 @@ import jinja2
 from kit import files
 from node import layout, systemd
 from node.patches import Patch
-from node.plan import Plan, unit_name
+from node.plan import Plan
 from node.profiles import PROFILES
 
 TEMPLATES = Path(__file__).resolve().parents[2] / "templates"
@@ -47,7 +47,7 @@ def render(name: str, plan: Plan) -> str:
             snapshots=[part.paths.snapshot for part in plan.weights],
             user=layout.SERVICE_USER,
             tools=layout.TOOLS,
-            api_key=plan.service.api_key_path,
+            api_key=layout.API_KEY,
             api_key_configuration=layout.API_KEY_CONFIGURATION,
             firewall=layout.FIREWALL,
             firewall_unit=layout.FIREWALL_UNIT,
@@ -79,7 +79,7 @@ def readiness(plan: Plan) -> dict[str, Any]:
     return {
         "address": f"http://{service.host}:{service.port}",
         "model": service.name,
-        "key": service.api_key_path,
+        "key": layout.API_KEY,
         "user": layout.SERVICE_USER,
         "prompt": service.question.prompt,
         "expected": service.question.expected,
@@ -119,7 +119,7 @@ def engine_logging(plan: Plan) -> dict[str, Any]:
 
 def other_services(plan: Plan) -> list[layout.ServicePaths]:
     """The services of every other profile, of which at most one has been deployed before."""
-    return [layout.ServicePaths(name) for name in sorted(PROFILES) if unit_name(name) != plan.service.unit]
+    return [layout.ServicePaths(name) for name in sorted(PROFILES) if name != plan.profile.name]
 
 
 def patched_modules(plan: Plan) -> dict[str, Patch]:

@@ -35,7 +35,7 @@ def found(host: Any, plan: Plan) -> dict[str, Any]:
             *(path for other in content.other_services(plan) for path in other.files),
         ],
         "keys": layout.KEYS,
-        "key": service.api_key_path,
+        "key": layout.API_KEY,
         "configuration": layout.API_KEY_CONFIGURATION,
         "searched": [
             layout.CONFIGURATION,
@@ -205,14 +205,14 @@ def test_nobody_but_root_can_read_the_key(found: dict[str, Any], plan: Plan) -> 
     files."""
     for path, mode in (
         (layout.KEYS, "700"),
-        (plan.service.api_key_path, "600"),
+        (layout.API_KEY, "600"),
         (layout.API_KEY_CONFIGURATION, "600"),
     ):
         state = found["keys"][path]
         shown = f"{state['user']}, mode {state['mode']}" if state else "nothing"
         assert shown == f"root, mode {mode}", f"{path}: found {shown}, wanted root, mode {mode}. {MEND}"
     assert found["key_is_configured"], f"{layout.API_KEY_CONFIGURATION} does not hold the key. {MEND}"
-    allowed = {plan.service.api_key_path, layout.API_KEY_CONFIGURATION}
+    allowed = {layout.API_KEY, layout.API_KEY_CONFIGURATION}
     allowed |= {layout.EDGE_UPSTREAM} if plan.edge else set()  # root's and the edge's, see test_edge
     elsewhere = sorted(set(found["key_found_in"]) - allowed)
     assert not elsewhere, (

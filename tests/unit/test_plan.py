@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from node import hardware, inventory
+from node.layout import ServicePaths
 from node.manifest import File, Manifest
 from node.models import DRAFTERS, MODELS
-from node.plan import Observed, Plan, make, unit_name
+from node.plan import Observed, Plan, make
 from node.profiles import PROFILES
 from node.releases import DEFAULT_RELEASE, RELEASES
 from node.render import PROJECT, shown, text
@@ -65,8 +66,8 @@ def test_every_profile_renders_for_every_release_and_node(release: str, profile:
     options = set((PROJECT / RELEASES[release].options_file).read_text().split())
     flags = {argument for argument in plan.service.arguments if argument.startswith("--")}
     assert flags <= options, flags - options
-    assert plan.service.unit == unit_name(profile)
-    assert unit_name(profile) not in plan.service.conflicts and len(plan.service.conflicts) == len(PROFILES) - 1
+    assert plan.service.unit == plan.service_paths.unit
+    assert set(plan.service.conflicts) == {ServicePaths(other).unit for other in PROFILES if other != profile}
 
 
 def argument(plan: Plan, flag: str) -> str | None:
