@@ -110,6 +110,18 @@ def text(path: str, up_to: int = 1 << 20) -> str | None:
         return None
 
 
+def variables(path: str) -> dict[str, str]:
+    """The variables of a file such as /etc/environment, quotes around a value dropped; {} where there is none."""
+    found = {}
+    for line in (text(path) or "").splitlines():
+        name, separator, value = line.strip().removeprefix("export ").partition("=")
+        if separator and not name.startswith("#") and name.strip().isidentifier():
+            value = value.strip()
+            quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "\"'"
+            found[name.strip()] = value[1:-1] if quoted else value
+    return found
+
+
 def run(
     argv: Sequence[str],
     timeout: float = 30,

@@ -21,6 +21,9 @@ BUILDS = f"{STATE}/builds"
 CACHE = "/var/cache/kimi-nodes"
 PACKAGE_CACHE = f"{CACHE}/packages"  # uv's, while a release is built, where the machine's own uv.toml names no other
 UNITS = "/etc/systemd/system"
+# The owner's: proxies and authorities of the machine (https_proxy, SSL_CERT_FILE). Whatever of ours goes outside
+# reads it: the weights agent, the builder of releases, pip for the tools. PAM reads it for who logs in.
+MACHINE_ENVIRONMENT = "/etc/environment"
 SHARING = f"{CONFIGURATION}/sharing.json"
 SHARING_UNIT = "kimi-share.service"
 SHARING_FIREWALL = f"{CONFIGURATION}/sharing.nft"

@@ -29,8 +29,12 @@ def act(
     distributions: Mapping[str, str],
     receipt: str,
     uv: str,
+    machine_environment: str,
 ) -> None:
-    """Nothing is done where the receipt and the program `uv` are there. Raises Problem with pip's words."""
+    """Nothing is done where the receipt and the program `uv` are there. Raises Problem with pip's words.
+
+    machine_environment: of variables that hold for pip too, as for units: a login by sudo may not have read it.
+    """
     os.umask(0o022)
     parent = os.path.dirname(environment)
     os.makedirs(parent, exist_ok=True)
@@ -44,7 +48,7 @@ def act(
             if name != in_use or name == os.path.basename(environment):
                 shutil.rmtree(os.path.join(parent, name))
         try:
-            _build(environment, python, lock)
+            _build(environment, python, lock, on_host.variables(machine_environment))
             if wrong := differences(versions(site_packages), distributions):
                 raise Problem(f"{environment}: {wrong}. Fix: deploy again; if it stays, remove that folder first")
         except BaseException:
@@ -78,9 +82,12 @@ def differences(found: Mapping[str, str], wanted: Mapping[str, str]) -> str:
     )
 
 
-def _build(environment: str, python: str, lock: str) -> None:
+def _build(environment: str, python: str, lock: str, told: Mapping[str, str]) -> None:
     _run(
-        [python, "-m", "venv", environment], "make a virtual environment", "apt-get install python3-venv, on that host"
+        [python, "-m", "venv", environment],
+        "make a virtual environment",
+        "apt-get install python3-venv, on that host",
+        told,
     )
     with tempfile.NamedTemporaryFile("w", suffix=".txt", encoding="utf-8") as file:
         file.write(lock)
@@ -92,11 +99,12 @@ def _build(environment: str, python: str, lock: str) -> None:
              "--no-cache-dir", "--no-input", "--disable-pip-version-check", "--requirement", file.name],
             "install the tools' lock",
             "see that this host reaches its package index: python3 -m pip download uv, and pip config list",
+            told,
         )  # fmt: skip
 
 
-def _run(argv: list[str], purpose: str, fix: str) -> None:
-    code, said = on_host.output(argv)
+def _run(argv: list[str], purpose: str, fix: str, told: Mapping[str, str]) -> None:
+    code, said = on_host.output(argv, told)
     sys.stdout.write(said)
     if code:
         raise Problem(f"{argv[0]} exited {code}: {said.strip()[-800:]}; wanted to {purpose}. Fix: {fix}")

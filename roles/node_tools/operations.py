@@ -11,6 +11,7 @@ from kit.command import QuoteString, StringCommand, host
 from kit.program import act_command
 from kit.refusal import refuse
 from kit.role import operation
+from node import layout
 from node.problems import Problem
 from node.tools import Tools
 from roles.node_tools.facts import NodeToolsFacts
@@ -84,6 +85,7 @@ def lay_ground(
                 "distributions": dict(distributions),
                 "receipt": tools.receipt,
                 "uv": tools.uv,
+                "machine_environment": layout.MACHINE_ENVIRONMENT,
             },
             shown=(tools.environment,),
         )

@@ -77,5 +77,6 @@ def unit_text() -> str:
             python="/usr/bin/python3",
             program=f"{layout.TOOLS}/release_builder.py",
             request=ReleasePaths("%i").build_request,
+            machine_environment=layout.MACHINE_ENVIRONMENT,
         )
     )

@@ -19,7 +19,6 @@ from node.sharing import Sharing
 ROOT = Path(__file__).resolve().parents[2]
 PARTS = ROOT / "files" / "tools" / "weights"
 TEMPLATES = ROOT / "templates"
-PROXY_FILE = f"{layout.CONFIGURATION}/proxy.env"
 
 UNIT_PREFIX = "kimi-weights-"
 WATCHDOG_SECONDS = 300  # without a byte fetched or hashed
@@ -160,7 +159,7 @@ def unit(weights: Weights, sharing: Sharing | None = None) -> str:
         user=layout.WEIGHTS_USER,
         credential=CREDENTIAL,
         token_file=layout.HUB_TOKEN if weights.hub_token_file else "",
-        proxy_file=PROXY_FILE,
+        machine_environment=layout.MACHINE_ENVIRONMENT,
         permanent=PERMANENT,
         watchdog_seconds=WATCHDOG_SECONDS,
         writable=[weights.paths.directory, layout.WEIGHTS_STATE],

@@ -1,6 +1,7 @@
 """The lab's hub stand-in on loopback, over plain http, for programs under test; nothing of it outlives its `with`.
 
-The hub is http://127.0.0.1:PORT; signed addresses lead to http://localhost:PORT, another host to every client.
+The hub is http://127.0.0.1:PORT; signed addresses lead to http://localhost:PORT, another host to every client. To who
+takes it for a proxy it is also http://BEHIND, a name that nobody can resolve.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from urllib.parse import unquote, urlsplit
 from tests.lab.hub import CDN, FRONT, Answer, Hub
 from tests.lab.services import Handler
 
+BEHIND = "hub.site.invalid"
 Override = Callable[[str, str, str], Answer | None]
 
 
@@ -126,7 +128,7 @@ class LoopbackHandler(Handler):
 
     def answer(self, body: bytes) -> None:
         asked = (self.headers.get("Host") or "").split(":")[0]
-        self.headers.replace_header("Host", {"127.0.0.1": FRONT, "localhost": CDN}.get(asked, asked))
+        self.headers.replace_header("Host", {"127.0.0.1": FRONT, BEHIND: FRONT, "localhost": CDN}.get(asked, asked))
         super().answer(body)
 
 

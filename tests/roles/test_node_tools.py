@@ -206,6 +206,7 @@ def _tools(tmp_path: Path, lock: str, wanted: dict[str, str]) -> dict[str, Any]:
         "distributions": wanted,
         "receipt": f"{environment}/complete.json",
         "uv": f"{environment}/bin/python",
+        "machine_environment": str(tmp_path / "machine"),
     }
 
 
@@ -214,6 +215,19 @@ def test_an_environment_that_cannot_be_completed_leaves_nothing(tmp_path: Path) 
     with pytest.raises(Problem, match=r"install the tools' lock\. Fix: "):
         environment_on_host.act(**arguments)
     assert os.listdir(tmp_path / "environments") == []
+
+
+def test_pip_goes_by_the_machines_proxy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the login did not read it: PAM does for ssh, and sudo may drop it."""
+    monkeypatch.delenv("https_proxy", raising=False)
+    arguments = _tools(tmp_path, "", {})
+    (tmp_path / "machine").write_text('# site\nhttps_proxy="http://proxy.site:3128"\nexport no_proxy=localhost\n=x\n')
+    python = tmp_path / "python"
+    tell = f'printf "%s %s" "$https_proxy" "$no_proxy" >{tmp_path}/told'
+    python.write_text(f'#!/bin/sh\n{tell}\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    environment_on_host.act(**{**arguments, "python": str(python)})
+    assert (tmp_path / "told").read_text() == "http://proxy.site:3128 localhost"
 
 
 def test_an_environment_that_lacks_a_distribution_is_not_complete(tmp_path: Path) -> None:

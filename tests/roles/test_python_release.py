@@ -17,6 +17,7 @@ import pytest
 from files.tools import release_builder as builder
 from kit import testing
 from kit.on_host import Problem
+from node import layout
 from node.lock import distributions
 from roles.python_release import deploy, probe, switch_on_host
 from roles.python_release.facts import CurrentFacts, ReleaseFacts
@@ -224,6 +225,7 @@ def test_the_unit_runs_the_builder_with_the_request_of_its_instance() -> None:
         in text
     )
     assert "Type=oneshot" in text and "TimeoutStartSec=infinity" in text
+    assert f"EnvironmentFile=-{layout.MACHINE_ENVIRONMENT}\n" in text  # the machine's proxies hold for it
 
 
 def test_the_probe_measures_what_is_not_there_yet(tmp_path: Path) -> None:

@@ -191,6 +191,10 @@ def test_the_agent_reads_the_configuration_that_the_role_writes(tmp_path: Path) 
     assert MODEL.paths.receipt == f"{read.snapshot}/{receipt.NAME}"
 
 
+def test_the_machines_proxies_hold_for_the_agent_and_need_not_be_there() -> None:
+    assert lay.unit(MODEL).splitlines().count(f"EnvironmentFile=-{layout.MACHINE_ENVIRONMENT}") == 1
+
+
 def test_the_unit_is_one_that_systemd_takes(tmp_path: Path) -> None:
     unit = tmp_path / UNIT
     unit.write_text(lay.unit(MODEL).replace(layout.WEIGHTS_AGENT, "/dev/null"))

@@ -20,7 +20,7 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import pytest
-from loopback_hub import Answer, LoopbackHub, loopback_hub
+from loopback_hub import BEHIND, Answer, LoopbackHub, loopback_hub
 
 from files.tools.weights import errors, receipt
 from files.tools.weights.status import Status
@@ -308,6 +308,18 @@ def test_any_address_or_folder_with_the_files_is_a_mirror(node: Node, kind: str)
     done = node.fetch()
     assert done.returncode == errors.WrongContent.code and shard(2) in done.stderr
     node.assert_not_published()
+
+
+def test_everything_goes_by_the_sites_proxy(node: Node, tools_python: Path) -> None:
+    """A hub whose name this node cannot even resolve; the stand-in answers as the proxy does."""
+    proxy = node.hub.address
+    node.configure(hub=f"http://{BEHIND}", client=str(tools_python))
+    node.environment |= {"http_proxy": proxy, "no_proxy": "127.0.0.1"}
+    node.hub.control(faults=[{"kind": "corrupt", "file": shard(2), "offset": 12345}])
+    done = node.fetch()
+    assert done.returncode == 0, done.stderr
+    assert "fetched again by the hub's client" in done.stderr and "brought nothing" not in done.stderr
+    node.assert_whole()
 
 
 @pytest.mark.parametrize("change", [-1000, 1000], ids=["shorter", "longer"])
