@@ -17,22 +17,24 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from kit import ssh_config
-from kit.inventory import HostEntry, InventoryError, load, override
+from kit.inventory import HostEntry, InventoryError, load, neighbours, override
 from kit.program import probe_command
 from node import fingerprints, inventory, systems
 from node import plan as plan_module
 from node.fingerprints import Line, redact
 from node.plan import Plan
-from node.problems import Malformed, excerpt
+from node.problems import Malformed, Problem, excerpt
 from node.releases import DEFAULT_RELEASE, RELEASES
 from node.render import read_file
+from node.sharing import Neighbour
+from node.systems import System
 from roles.diagnosis import judgement
 from roles.diagnosis.facts import Symptoms
 from roles.diagnosis.judgement import Finding
@@ -60,14 +62,21 @@ class NotLookedAt(Exception):
 # --- one host --------------------------------------------------------------------------------------------------------
 
 
-def look(entry: HostEntry, data: Mapping[str, Any], config: Path, path: str, hours: float) -> Report:
+def look(
+    entry: HostEntry,
+    data: Mapping[str, Any],
+    config: Path,
+    path: str,
+    hours: float,
+    everyone: Sequence[Neighbour] = (),
+) -> Report:
     """Ask a host and judge what it says. data: its inventory data. config: an ssh_config that knows it. path: the
-    inventory's. hours: how far back logs are read."""
+    inventory's. hours: how far back logs are read. everyone: the inventory's hosts, this one among them."""
     values, _ = inventory.read(data)
     release = values["release"] if values["release"] in RELEASES else DEFAULT_RELEASE
     toolkit = RELEASES[release].toolkit
     weights_directory = values["weights_directory"] if isinstance(values["weights_directory"], str) else None
-    plan = plan_module.make(entry.name, data, read_file, None)
+    plan = planned(entry.name, data, everyone)
     asked = judgement.questions(plan if isinstance(plan, Plan) else None, toolkit, weights_directory, hours)
     try:
         found = ask(entry, config, asked)
@@ -78,7 +87,7 @@ def look(entry: HostEntry, data: Mapping[str, Any], config: Path, path: str, hou
     except Malformed as error:
         system, plan = None, [error.problem()]
     if system is not None:  # only a plan for the host's own system has its release's digest
-        plan = plan_module.make(entry.name, data, read_file, None, system)
+        plan = planned(entry.name, data, everyone, system)
     findings = judgement.findings(found, toolkit, plan, weights_directory)
     return Report(
         entry.name,
@@ -86,6 +95,14 @@ def look(entry: HostEntry, data: Mapping[str, Any], config: Path, path: str, hou
         unread=found["unread"],
         state={name: part for name, part in found.items() if name not in ("logs", "kernel", "unread")},
     )
+
+
+def planned(
+    name: str, data: Mapping[str, Any], everyone: Sequence[Neighbour], system: System | None = None
+) -> Plan | list[Problem]:
+    """The host's Plan, or why there is none. That others of its inventory cannot be found is no reason."""
+    plan = plan_module.make(name, data, read_file, None, system, everyone)
+    return plan if isinstance(plan, Plan) else plan_module.make(name, data, read_file, None, system)
 
 
 def ask(entry: HostEntry, config: Path, asked: Mapping[str, Any]) -> dict[str, Any]:
@@ -194,14 +211,16 @@ def hidden(value: Any) -> Any:
 
 def of_hosts(options: argparse.Namespace) -> list[Report]:
     """A report of each host, in the inventory's order. Raises InventoryError."""
-    entries = load(options.inventory, options.limit)
+    everyone = load(options.inventory)
+    entries = load(options.inventory, options.limit) if options.limit else everyone
     if not entries:
         raise InventoryError(f"{options.inventory} has no host. Fix: name one in it")
     overrides = dict(override(text) for text in options.data)
+    beside = [Neighbour(name, address, {**data, **overrides}) for name, address, data in neighbours(everyone)]
 
     def report(entry: HostEntry) -> Report:
         try:
-            return look(entry, {**entry.data, **overrides}, config, options.inventory, options.hours)
+            return look(entry, {**entry.data, **overrides}, config, options.inventory, options.hours, beside)
         except Exception as error:  # one host's surprise must not hide the others
             what = f"unexpected {type(error).__name__}: {redact(str(error))}. Fix: report this with the inventory"
             return Report(entry.name, problem=what)

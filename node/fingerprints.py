@@ -13,7 +13,17 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from node.layout import CACHE, CONFIGURATION, CURRENT, RECEIPTS, SERVICE_USER, TOOLS, WEIGHTS_AGENT
+from node.layout import (
+    CACHE,
+    CONFIGURATION,
+    CURRENT,
+    RECEIPTS,
+    SERVICE_USER,
+    SHARING_FIREWALL,
+    SHARING_UNIT,
+    TOOLS,
+    WEIGHTS_AGENT,
+)
 from node.problems import excerpt
 from node.releases import DEFAULT_RELEASE, RELEASES
 
@@ -813,6 +823,62 @@ FINGERPRINTS: tuple[Fingerprint, ...] = (
         fix="leave memory_fraction out of the inventory, or raise it; python -m node.render INVENTORY shows the sum "
         "for each GPU",
         source="sglang/srt/model_executor/pool_configurator.py",
+    ),
+    Fingerprint(
+        "sharing-address",
+        _DISK,
+        seen=(
+            "cannot listen on 10.1.0.4:30201 (Cannot assign requested address), wanted this node's address among the "
+            "others. Fix: x",
+        ),
+        patterns=(r"cannot listen on \S+:\d+,? (?:\(.+\), )?wanted this node's address",),
+        cause="the sharer of weights cannot listen on this node's address among the others: it is another's, or the "
+        "port is taken; this node fetches all of its weights from the hub, and gives none",
+        fix="ip -brief address; ss -ltnp; set weights_address of HOST, or weights_port for all, in the inventory; then "
+        + _DEPLOY,
+        source="files/tools/weights/share.py",
+    ),
+    Fingerprint(
+        "sharing-firewall",
+        _DISK,
+        seen=(f"{SHARING_FIREWALL}:4:7-13: Error: Could not process rule: Operation not supported",),
+        patterns=(rf"^{re.escape(SHARING_FIREWALL)}:\d+:.*Error:", r"Error: cache initialization failed"),
+        cause="the kernel does not take the rules that keep strangers from the ports of weights, and without them the "
+        "sharer does not start",
+        fix=f"/usr/sbin/nft --file {SHARING_FIREWALL} says why (mostly a kernel without nf_tables); or set "
+        'weights_sharing = "off" for HOST',
+        source="nft(8)",
+    ),
+    Fingerprint(
+        "weights-changed",
+        _DISK,
+        seen=("/srv/w/model-1.safetensors: is not what it was when it was verified, and is given to nobody. Fix: x",),
+        patterns=(r"is not what it was when it was verified",),
+        cause="bytes of a weights file have changed on the disk since it was verified: the disk, or somebody",
+        fix=f"{_VERIFY} names the files, then {_DEPLOY} mends them, with pieces of other nodes first; look at the disk "
+        "(dmesg, smartctl -a)",
+        source="libtorrent hashes what it reads before it sends it for the first time",
+    ),
+    Fingerprint(
+        "sharing-silent",
+        _DISK,
+        seen=("/run/kimi-share/agents.sock: no answer for 20 s, so this node fetches by itself",),
+        patterns=(r"no answer for \d+ s, so this node fetches by itself",),
+        cause="the node's sharer did not answer its agent, which then fetched from the hub what other nodes have",
+        fix=f"systemctl status {SHARING_UNIT}; journalctl -u {SHARING_UNIT} -n 50; {_DEPLOY} starts it again",
+        source="files/tools/weights/sharing.py",
+        severity="warning",
+        explained_by=("sharing-address", "sharing-firewall", "sharing-stopped"),
+    ),
+    Fingerprint(
+        "sharing-stopped",
+        _DISK,
+        seen=("the unit that gives weights to other nodes does not run",),
+        patterns=(),
+        cause="somebody stopped it: other nodes cannot have this node's weights, nor it theirs",
+        fix=f'{_DEPLOY} starts it; to leave it so, set weights_sharing = "off" for HOST',
+        source=f"{SHARING_UNIT}'s own state",
+        severity="warning",
     ),
     Fingerprint(
         "port-taken",

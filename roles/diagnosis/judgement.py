@@ -177,6 +177,8 @@ def _states(
     if plan:
         yield from _of_release(found, plan)
         yield from _of_service(found, plan)
+        if plan.sharing:
+            yield from _of_sharing(found)
 
 
 def _of_units(found: Found) -> Iterable[tuple[str, Match]]:
@@ -201,6 +203,12 @@ def _of_service(found: Found, plan: Plan) -> Iterable[tuple[str, Match]]:
         yield unit, _match("service-stopped", f"inactive ({state['SubState']})")
     elif state["ActiveState"] == "active" and found["health"] not in (None, 200):
         yield unit, _match("no-answer", f"active, and /health says {found['health']}")
+
+
+def _of_sharing(found: Found) -> Iterable[tuple[str, Match]]:
+    state = found["units"].get(layout.SHARING_UNIT)
+    if state is None or state["ActiveState"] == "inactive":
+        yield layout.SHARING_UNIT, _match("sharing-stopped", "inactive" if state else "there is no such unit")
 
 
 def _of_release(found: Found, plan: Plan) -> Iterable[tuple[str, Match]]:

@@ -24,6 +24,7 @@ from node.manifest import File, Manifest
 from node.plan import Plan
 from node.problems import Problem
 from node.render import read_file
+from node.sharing import Neighbour
 from node.toolkits import TOOLKITS
 from roles.diagnosis import judgement, probe
 
@@ -42,16 +43,17 @@ MANIFEST = Manifest("moonshotai/Kimi-K2.6", REVISION, (File("config.json", 10, "
 root = pytest.mark.skipif(os.geteuid() != 0, reason="the probe reads the journal as root only")
 
 
-def planned() -> Plan:
+def planned(*neighbours: Neighbour) -> Plan:
     def read(path: str) -> bytes:
         return MANIFEST.encode() if "manifests" in path else read_file(path)
 
-    made = plan_module.make("gpu-1", DATA, read, None)
+    made = plan_module.make("gpu-1", DATA, read, None, neighbours=neighbours)
     assert isinstance(made, Plan), made
     return made
 
 
 PLAN = planned()
+ONE_OF_TWO = planned(Neighbour("gpu-1", "10.1.0.1", DATA), Neighbour("gpu-2", "10.1.0.2", DATA))
 
 
 def unit(active: str = "active", **more: str) -> dict[str, str]:
@@ -154,13 +156,69 @@ def test_each_state_is_one_finding(name: str, change: Change) -> None:
 
 def test_every_fingerprint_without_a_pattern_can_be_found() -> None:
     silent = {fingerprint.id for fingerprint in FINGERPRINTS if not fingerprint.patterns}
-    assert silent == ({name for name, _ in STATES} | {"no-plan"}) & silent
+    assert silent == ({name for name, _ in STATES} | {"no-plan", "sharing-stopped"}) & silent
 
 
 def test_a_start_that_takes_its_time_is_no_finding() -> None:
     found = well()
     found["units"][UNIT] = unit("activating", SubState="start-post")
     assert told(found) == []
+
+
+SHARER = layout.SHARING_UNIT
+
+
+@pytest.mark.parametrize(
+    ("state", "log", "name"),
+    [
+        ({SHARER: unit("inactive")}, (), "sharing-stopped"),
+        ({}, (), "sharing-stopped"),
+        ({SHARER: unit("failed")}, (), "unit-failed"),
+        (
+            {SHARER: unit("activating", NRestarts="7")},
+            ("cannot listen on 10.1.0.1:30201 (Address already in use), wanted this node's address among the others. "
+             "Fix: set weights_address of this host in the inventory",),
+            "sharing-address",
+        ),
+        (
+            {SHARER: unit("activating", NRestarts="7")},
+            (f"{layout.SHARING_FIREWALL}:4:7-13: Error: Could not process rule: Operation not supported",
+             f"{SHARER}: Control process exited, code=exited, status=1/FAILURE"),
+            "sharing-firewall",
+        ),
+        (
+            {SHARER: unit()},
+            ("/srv/weights/m/n/c/model-00002.safetensors: is not what it was when it was verified, and is given to "
+             "nobody. Fix: weights_agent.py verify --deep, then repair, on this node",),
+            "weights-changed",
+        ),
+    ],
+)  # fmt: skip
+def test_a_sharer_that_does_not_share_is_told_with_its_cause(
+    state: dict[str, Any], log: tuple[str, ...], name: str
+) -> None:
+    found = well()
+    found["units"].update(state)
+    found["logs"][SHARER] = [[[900.0, line] for line in log]]
+    assert told(found, ONE_OF_TWO) == [name]
+
+
+def test_a_sharer_that_runs_or_is_not_wanted_is_no_finding() -> None:
+    found = well()
+    assert told(found) == [], "a node by itself has none"
+    found["units"][SHARER] = unit()
+    assert told(found, ONE_OF_TWO) == []
+
+
+def test_an_agent_that_its_sharer_left_alone_points_there() -> None:
+    found = well()
+    found["units"] |= {SHARER: unit(), "kimi-weights-x.service": unit()}
+    found["logs"]["kimi-weights-x.service"] = [
+        [[900.0, "/run/kimi-share/agents.sock: no answer for 20 s, so this node fetches by itself"]]
+    ]
+    assert told(found, ONE_OF_TWO) == ["sharing-silent"]
+    found["units"][SHARER] = unit("inactive")
+    assert told(found, ONE_OF_TWO) == ["sharing-stopped"]
 
 
 def test_a_log_explains_why_its_unit_failed() -> None:

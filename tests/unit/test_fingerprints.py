@@ -117,6 +117,7 @@ MORE_LINES = (
     ("host-unreachable", "kex_exchange_identification: read: Connection reset by peer"),
     ("sudo-asks", "owner is not in the sudoers file."),
     ("sudo-asks", "Sorry, user owner is not allowed to execute '/bin/sh' as root on gpu-1."),
+    ("sharing-firewall", "netlink: Error: cache initialization failed: Protocol not supported"),
     ("illegal-access", "CUDA error: device-side assert triggered"),
     ("collective-failed", "ncclSystemError: System call (e.g. socket, malloc) or external library call failed"),
     ("compile-failed", "ninja: build stopped: subcommand failed."),
