@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import uuid
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,8 @@ class Description:
     off_fabric: seats whose NVLinks are down.
     nics: InfiniBand or RoCE adapters shown in the topology.       cpu_affinity: one entry a NUMA node.
     bus_ids: PCI addresses by seat, such as "06:00.0", in place of the usual ones.
+    processes: [{"seat": 0, "pid": 4711, "memory": MiB, "name": path}, ...], each a process that holds memory of a GPU.
+    held: {"0": MiB}, memory in use that no process is named for.
     """
 
     model: str = "RTX PRO 6000 Blackwell Server Edition"
@@ -90,8 +93,13 @@ class Description:
     nics: int = 0
     cpu_affinity: tuple[str, ...] = ("0-63,128-191", "64-127,192-255")
     bus_ids: tuple[str, ...] = ()
+    processes: tuple[Mapping[str, Any], ...] = ()
+    held: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        for process in self.processes:
+            if set(process) != {"seat", "pid", "memory", "name"}:
+                raise DescriptionError(f"process {process!r}; wanted seat, pid, memory and name")
         if self.model not in MODELS:
             raise DescriptionError(f"model {self.model!r}; known: {', '.join(MODELS)}")
         if self.links not in BUSES:
@@ -156,6 +164,22 @@ class Gpu:
     @property
     def node(self) -> int:
         return self.machine.node_of(self.seat)
+
+    @property
+    def processes(self) -> list[Mapping[str, Any]]:
+        return [process for process in self.machine.processes if process["seat"] == self.seat]
+
+    @property
+    def used(self) -> int:
+        """MiB in use."""
+        of_processes = sum(int(process["memory"]) for process in self.processes)
+        return of_processes + int(self.machine.held.get(str(self.seat), 0))
+
+    @property
+    def free(self) -> int:
+        """MiB. Reserved, used and free are one more than the total: each is rounded up (so an H200 at rest prints)."""
+        kind = self.machine.kind
+        return kind.memory - kind.reserved + 1 - self.used
 
     @property
     def linked(self) -> bool:

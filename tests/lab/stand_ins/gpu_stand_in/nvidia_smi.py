@@ -1,16 +1,18 @@
-"""nvidia-smi for the described machine: --query-gpu, topo -m, nvlink -s, -L, -q, -q -x and the plain table.
+"""nvidia-smi for the described machine: --query-gpu, --query-compute-apps, topo -m, nvlink -s, -L, -q, -q -x and the
+plain table.
 
 Forms follow outputs of the real program (580 and 595 branches), their oddities included: the ANSI codes and the leading
 tab in the topology's header also into a pipe, " X " cells, the space after "GPU Memory Power Readings", XML that calls
-the same thing by another name. Values are a GPU's at idle. -q carries the parts that a node is judged by, not all.
+the same thing by another name. Values are a GPU's at idle, but for memory. -q carries the parts that a node is judged
+by, not all; processes are only in --query-compute-apps.
 """
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Sequence
-from typing import Union
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Union
 from xml.sax.saxutils import escape
 
 from .machine import FILE, Description, DescriptionError, Gpu, read
@@ -67,8 +69,8 @@ FIELDS: dict[str, tuple[str, Callable[[Gpu], str]]] = {
     "pcie.link.width.max": ("", lambda gpu: "16"),
     "memory.total": ("MiB", lambda gpu: str(gpu.machine.kind.memory)),
     "memory.reserved": ("MiB", lambda gpu: str(gpu.machine.kind.reserved)),
-    "memory.used": ("MiB", lambda gpu: "0"),
-    "memory.free": ("MiB", lambda gpu: str(gpu.machine.kind.memory - gpu.machine.kind.reserved + 1)),
+    "memory.used": ("MiB", lambda gpu: str(gpu.used)),
+    "memory.free": ("MiB", lambda gpu: str(gpu.free)),
     "power.draw": ("W", lambda gpu: "39.17"),
     "power.draw.average": ("W", lambda gpu: "39.17"),
     "power.draw.instant": ("W", lambda gpu: "39.17"),
@@ -88,6 +90,13 @@ FIELDS: dict[str, tuple[str, Callable[[Gpu], str]]] = {
     "clocks.max.memory": ("MHz", lambda gpu: "12481"),
 }
 """Field of --query-gpu -> (unit, value)."""
+PROCESS_FIELDS: dict[str, tuple[str, str, Callable[[Gpu, Mapping[str, Any]], str]]] = {
+    "gpu_uuid": ("gpu_uuid", "", lambda gpu, process: gpu.uuid),
+    "pid": ("pid", "", lambda gpu, process: str(process["pid"])),
+    "process_name": ("process_name", "", lambda gpu, process: str(process["name"])),
+    "used_memory": ("used_gpu_memory", "MiB", lambda gpu, process: str(process["memory"])),
+}
+"""Field of --query-compute-apps -> (name in the header, unit, value)."""
 ALIASES = {
     "gpu_name": "name", "gpu_uuid": "uuid", "gpu_serial": "serial", "gpu_bus_id": "pci.bus_id",
     "clocks.gr": "clocks.current.graphics", "clocks.sm": "clocks.current.sm", "clocks.mem": "clocks.current.memory",
@@ -113,6 +122,23 @@ def query(gpus: list[Gpu], names: list[str], style: set[str]) -> tuple[str, int]
             )
         rows.append(", ".join(cells))
     return "\n".join(rows) + "\n", 0
+
+
+def query_processes(gpus: list[Gpu], names: list[str], style: set[str]) -> tuple[str, int]:
+    """--query-compute-apps=names --format=csv[,noheader][,nounits] -> (output, exit code)."""
+    for name in names:
+        if name not in PROCESS_FIELDS:
+            return f'Field "{name}" is not a valid field to query.\n\n', 2
+    columns = [PROCESS_FIELDS[name] for name in names]
+    with_units = "nounits" not in style
+    rows = []
+    if "noheader" not in style:
+        rows.append(", ".join(f"{header} [{unit}]" if unit else header for header, unit, _ in columns))
+    for gpu in gpus:
+        for process in gpu.processes:
+            cells = [(value(gpu, process), unit) for _, unit, value in columns]
+            rows.append(", ".join(f"{text} {unit}" if unit and with_units else text for text, unit in cells))
+    return "".join(row + "\n" for row in rows), 0
 
 
 def topology(machine: Description) -> str:
@@ -195,7 +221,6 @@ def details(gpu: Gpu) -> Section:
         "min_power_limit,max_power_limit",
         ["39.17 W", "39.17 W", limit, limit, limit, f"{kind.power_minimum}.00 W", limit],
     )
-    free = kind.memory - kind.reserved + 1
     return [
         ("Product Name", "product_name", kind.name),
         ("Product Brand", "product_brand", "NVIDIA"),
@@ -224,7 +249,7 @@ def details(gpu: Gpu) -> Section:
         ("Performance State", "performance_state", "P8"),
         ("FB Memory Usage", "fb_memory_usage", _pairs(
             "Total,Reserved,Used,Free", "total,reserved,used,free",
-            [f"{kind.memory} MiB", f"{kind.reserved} MiB", "0 MiB", f"{free} MiB"],
+            [f"{kind.memory} MiB", f"{kind.reserved} MiB", f"{gpu.used} MiB", f"{gpu.free} MiB"],
         )),
         ("BAR1 Memory Usage", "bar1_memory_usage", _pairs(
             "Total,Used,Free", "total,used,free", [f"{kind.bar1} MiB", "0 MiB", f"{kind.bar1} MiB"],
@@ -340,7 +365,7 @@ def banner(gpus: list[Gpu], machine: Description) -> str:
     for gpu in gpus:
         kind = machine.kind
         shown = kind.name if len(kind.name) <= 26 else kind.name[:23] + "..."
-        usage = f"0MiB / {kind.memory:>6}MiB"
+        usage = f"{gpu.used}MiB / {kind.memory:>6}MiB"
         lines += [
             f"| {gpu.index:>3}  {shown:<30} On  |   {gpu.bus_id} Off |                    0 |",
             f"| N/A   26C    P8             39W / {kind.power_limit:>4}W | {usage:>22} |      0%      Default |",
@@ -386,12 +411,14 @@ def answer(arguments: list[str], machine: Description) -> tuple[str, int]:
         gpus = [gpu for gpu in gpus if named & {str(gpu.index), gpu.uuid, gpu.bus_id}]
         if not gpus:
             return f"Unable to determine the device handle for GPU {wanted}: Not Found\n", 6
-    fields = _value(rest, "--query-gpu")
-    if fields is not None:
+    for option, asked in (("--query-gpu", query), ("--query-compute-apps", query_processes)):
+        fields = _value(rest, option)
+        if fields is None:
+            continue
         style = (_value(rest, "--format") or "").split(",")
         if style[0] != "csv" or not set(style[1:]) <= {"noheader", "nounits"} or rest:
             return USAGE, 1
-        return query(gpus, [name.strip() for name in fields.split(",")], set(style[1:]))
+        return asked(gpus, [name.strip() for name in fields.split(",")], set(style[1:]))
     if rest in (["topo", "-m"], ["topo", "--matrix"]):
         return topology(machine), 0
     if rest in (["nvlink", "-s"], ["nvlink", "--status"]):
