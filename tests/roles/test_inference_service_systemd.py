@@ -4,7 +4,6 @@ namespaces, runs one service and is gone."""
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 import tempfile
 from pathlib import Path
@@ -67,9 +66,6 @@ def seen_by_systemd(environment: dict[str, str], arguments: list[str]) -> dict[s
 
 
 @pytest.mark.lab
-@pytest.mark.skipif(
-    shutil.which("systemd-nspawn") is None, reason="wants systemd-nspawn (apt-get install systemd-container)"
-)
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(values=st.lists(TEXT, min_size=1, max_size=40), arguments=st.lists(TEXT, max_size=40))
 @example(
