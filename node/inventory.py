@@ -243,6 +243,14 @@ KEYS = {
             check=_between(60, 86_400),
         ),
         Key(
+            "fetch_media",
+            str,
+            "What a client's image_url, video_url or audio_url may make the server fetch. none: nothing, media come in "
+            "the request itself (data:). public: ports 80 and 443 of public addresses.",
+            default="none",
+            check=_one_of(("none", "public")),
+        ),
+        Key(
             "edge_name",
             str,
             "Host name under which clients reach the node over TLS. Default: no edge, the server stays on loopback.",

@@ -36,6 +36,7 @@ API_KEY_CONFIGURATION = f"{KEYS}/keys.yaml"  # the same key as the server reads 
 FIREWALL = f"{CONFIGURATION}/firewall.nft"
 FIREWALL_UNIT = "kimi-firewall.service"
 FIREWALL_TABLE = "inet kimi_nodes"  # ours alone: the owner's rules are not touched
+FIREWALL_LOADED = "/run/kimi-firewall/loaded"  # what was loaded, as nft listed it then
 EDGE_CLIENT_KEYS = f"{KEYS}/edge-client-keys"  # a line `name key` for each client
 EDGE_USER = "kimi-edge"
 EDGE_UNIT = "kimi-edge.service"
@@ -189,13 +190,25 @@ class ServicePaths:
         return f"{CONFIGURATION}/sglang-{self.profile}.readiness.json"
 
     @property
+    def gpu_memory(self) -> str:
+        """How much of which GPU must be free before a start."""
+        return f"{CONFIGURATION}/sglang-{self.profile}.gpu-memory.json"
+
+    @property
     def warmup(self) -> str:
         """What the warm-up compiles."""
         return f"{CONFIGURATION}/sglang-{self.profile}.warmup.json"
 
     @property
     def files(self) -> tuple[str, ...]:
-        return (self.unit_file, self.warmup_unit_file, self.environment, self.readiness, self.warmup)
+        return (
+            self.unit_file,
+            self.warmup_unit_file,
+            self.environment,
+            self.readiness,
+            self.gpu_memory,
+            self.warmup,
+        )
 
     @property
     def status(self) -> str:

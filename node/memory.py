@@ -24,6 +24,14 @@ RESERVE = {True: 14.3 * GIB, False: 11.0 * GIB}
 LEAST_KV_TOKENS = 32_768  # below this a server answers but is of no use: one long request fills it
 LEAST_REQUEST_TOKENS = 256  # prompt and answer of a short request: more requests than these fill the cache never run
 
+HELD_BY_DRIVER = 2 * GIB
+"""Most of a GPU that may be taken before the engine starts, out of the reserve: what the driver keeps (616 MiB of an
+H200, measured) and the context of a monitor."""
+
+WAIT_SECONDS = 300
+"""For memory that is being returned. SGLang ends by SIGKILL, also when it is asked to stop, and the driver then tears
+down eight contexts and unpins host memory by itself. A bound, not a measurement."""
+
 BYTES_PER_KV_VALUE = {"auto": 2.0, "fp8_e4m3": 1.0}
 
 
@@ -138,6 +146,15 @@ def graph_batch(profile: Profile, memory: int, tokens: int, max_running_requests
         return 0
     engines = 256 if profile.tensor_parallel < 4 and memory < 160 * GIB else 512
     return max(1, min(engines, tokens // LEAST_REQUEST_TOKENS, max_running_requests or engines))
+
+
+def wanted_free(result: Fit) -> dict[int, int]:
+    """GPU -> MiB that must be free on it before the engine starts, so that weights, KV cache and reserve are there.
+
+    SGLang takes its share of what is free at its start, not of what the GPU has: with less, the cache is smaller than
+    planned, or the start fails minutes later.
+    """
+    return {gpu.gpu: int((gpu.memory - HELD_BY_DRIVER) // MIB) for gpu in result.gpus}
 
 
 def problems(result: Fit, profile: Profile, context_length: int | None) -> list[Problem]:

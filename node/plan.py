@@ -72,6 +72,8 @@ class Service:
     unit: its name; conflicts: the units of every other profile. arguments: the whole argument vector but the key file,
     which the unit adds from its credentials. environment: all that the process is given. architectures: FlashInfer's
     names of the GPU architectures to warm, e.g. ("12.0f",). question: what readiness asks. start_timeout: seconds.
+    gpu_memory: MiB that each GPU of the profile must have free before a start, by its index; empty without GPUs.
+    gpu_memory_timeout: seconds to wait for that. fetch_media: "none" or "public", what it may fetch for its clients.
     """
 
     unit: str
@@ -85,6 +87,9 @@ class Service:
     architectures: tuple[str, ...]
     question: Question
     start_timeout: int
+    gpu_memory: Mapping[int, int]
+    gpu_memory_timeout: int
+    fetch_media: str
     api_key_file: str | None
 
 
@@ -477,6 +482,9 @@ def _service(
         architectures=(gpu.flashinfer_architecture,),
         question=model.question,
         start_timeout=values["start_timeout"],
+        gpu_memory=memory.wanted_free(fit) if fit else {},
+        gpu_memory_timeout=memory.WAIT_SECONDS,
+        fetch_media=values["fetch_media"],
         api_key_file=values["api_key_file"],
     )
 

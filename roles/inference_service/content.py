@@ -22,6 +22,21 @@ DECIDE_WHAT_IS_COMPILED = ("CUDA_HOME", "FLASHINFER_WORKSPACE_BASE", "FLASHINFER
 PROBE_MARGIN_SECONDS = 10  # the probe gives up first: it says more than systemd does
 
 
+NOT_PUBLIC = (
+    "0.0.0.0/8", "10.0.0.0/8", "100.64.0.0/10", "127.0.0.0/8", "169.254.0.0/16", "172.16.0.0/12", "192.0.0.0/24",
+    "192.0.2.0/24", "192.88.99.0/24", "192.168.0.0/16", "198.18.0.0/15", "198.51.100.0/24", "203.0.113.0/24",
+    "224.0.0.0/3", "::/3", "2001::/23", "2001:db8::/32", "2002::/16", "3fff::/20", "4000::/2", "8000::/1",
+)  # fmt: skip
+"""Networks that are not the public internet's, by IANA's registries of special addresses. Of IPv6 only 2000::/3 is,
+less what tunnels to IPv4 addresses (2002::/16, and 2001::/32 within 2001::/23) or is for documents."""
+
+FIREWALL_SEEN = {
+    "listed": f"{{ sha256sum {layout.FIREWALL} && /usr/sbin/nft --stateless list table {layout.FIREWALL_TABLE}; }}",
+    "loaded": layout.FIREWALL_LOADED,
+}
+"""A command that tells the firewall's file and rules, and what it said when they were loaded."""
+
+
 @functools.cache
 def _templates() -> jinja2.Environment:
     made = jinja2.Environment(
@@ -52,7 +67,10 @@ def render(name: str, plan: Plan) -> str:
             firewall=layout.FIREWALL,
             firewall_unit=layout.FIREWALL_UNIT,
             firewall_table=layout.FIREWALL_TABLE,
-            start_limit_seconds=STARTS * (plan.service.start_timeout + RESTART_AND_STOP_SECONDS),
+            firewall_loaded=layout.FIREWALL_LOADED,
+            remember=systemd.command_line(["/bin/sh", "-c", f"{FIREWALL_SEEN['listed']} > {layout.FIREWALL_LOADED}"]),
+            not_public=NOT_PUBLIC,
+            start_limit_seconds=STARTS * longest_start(plan),
         )
     )
 
@@ -65,6 +83,7 @@ def wanted(plan: Plan) -> list[files.Item]:
         files.File(layout.ENGINE_LOGGING, _json(engine_logging(plan))),
         files.File(paths.environment, systemd.environment_file(plan.service.environment)),
         files.File(paths.readiness, _json(readiness(plan))),
+        *([files.File(paths.gpu_memory, _json(gpu_memory(plan)))] if plan.service.gpu_memory else []),
         files.File(paths.warmup, _json(warmup(plan))),
         files.File(layout.FIREWALL, render("firewall.nft.j2", plan)),
         files.File(f"{layout.UNITS}/{layout.FIREWALL_UNIT}", render("firewall.service.j2", plan)),
@@ -88,6 +107,19 @@ def readiness(plan: Plan) -> dict[str, Any]:
         "top_p": service.question.top_p,
         "seconds": service.start_timeout - PROBE_MARGIN_SECONDS,
     }
+
+
+def gpu_memory(plan: Plan) -> dict[str, Any]:
+    """What files/tools/gpu_memory_free.py waits for."""
+    service = plan.service
+    gpus = {str(index): mib for index, mib in service.gpu_memory.items()}
+    return {"gpus": gpus, "user": layout.SERVICE_USER, "seconds": service.gpu_memory_timeout}
+
+
+def longest_start(plan: Plan) -> int:
+    """Seconds from one start of the unit to the next, at most: stop, GPU memory, load and answer, and the pause."""
+    service = plan.service
+    return service.start_timeout + RESTART_AND_STOP_SECONDS + (service.gpu_memory_timeout if service.gpu_memory else 0)
 
 
 def warmup(plan: Plan) -> dict[str, Any]:

@@ -22,7 +22,7 @@ def configure(plan: Plan) -> None:
     lay_down(
         wanted=content.wanted(plan),
         key=owners_key(plan.service.api_key_file),
-        closed=[plan.service.port, plan.service.nccl_port],
+        firewall=content.FIREWALL_SEEN,
     )
 
 
@@ -43,7 +43,7 @@ def activate(plan: Plan) -> None:
         read_at_start=read_at_start(plan),
         check=warmup_check(plan),
         others=content.other_services(plan),
-        wait_seconds=plan.service.start_timeout + content.RESTART_AND_STOP_SECONDS,
+        wait_seconds=content.longest_start(plan),
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,20 +21,20 @@ Commands = Generator[Any, Any, Any]
 
 
 @operation("Lay down the service: key, environment, units")
-def lay_down(wanted: Sequence[files.Item], key: Sequence[files.File], closed: Sequence[int]) -> Commands:
-    """Bring the service's files to what is wanted, and keep its ports on the machine. Starts no server.
+def lay_down(wanted: Sequence[files.Item], key: Sequence[files.File], firewall: Mapping[str, str]) -> Commands:
+    """Bring the service's files to what is wanted, and keep it on the machine by its firewall. Starts no server.
 
     + wanted: its files and folders, firewall and units among them.
     + key: the owner's API key as files; none: a key is made on the host, once.
-    + closed: ports that the firewall closes, to see that it is loaded.
+    + firewall: how to see that its rules are loaded, see probe.py.
     """
-    firewall = f"{layout.UNITS}/{layout.FIREWALL_UNIT}"
+    unit = f"{layout.UNITS}/{layout.FIREWALL_UNIT}"
     everything = [*wanted, *key]
     found = ServiceFacts.read(
         paths=[item.path for item in (*wanted, *key)],
         units=[layout.FIREWALL_UNIT],
         key=[layout.API_KEY, layout.API_KEY_CONFIGURATION],
-        table=layout.FIREWALL_TABLE,
+        firewall=dict(firewall),
     )
     refuse(_unusable_key(found["key"]) if not key else [])
     changed = files.compare(found["files"], everything)
@@ -47,21 +46,14 @@ def lay_down(wanted: Sequence[files.Item], key: Sequence[files.File], closed: Se
         yield act_command(_HERE / "key_on_host.py", paths, shown=(layout.API_KEY,))
     if any(path.startswith(layout.UNITS + "/") for path in changed):
         yield StringCommand("systemctl daemon-reload")
-    reasons = [f"{path}: {why}" for path, why in changed.items() if path in (layout.FIREWALL, firewall)]
-    if not is_closed(found["table"], closed):
+    reasons = [f"{path}: {why}" for path, why in changed.items() if path in (layout.FIREWALL, unit)]
+    if not found["firewall_holds"]:
         reasons.append(f"table {layout.FIREWALL_TABLE} is not loaded as it is laid down")
     state = found["units"][layout.FIREWALL_UNIT]
     if reasons or state["ActiveState"] != "active" or state["UnitFileState"] != "enabled":
         yield from units.ensure(layout.FIREWALL_UNIT, state, restart_because=reasons)
     elif not changed and not make_key:
         host().noop(f"{len(everything)} files and folders, the key and the firewall: as wanted")
-
-
-def is_closed(table: str | None, ports: Sequence[int]) -> bool:
-    """Whether a table, as nft lists it, drops what comes for these ports from anywhere but loopback."""
-    rules = re.findall(r'iif != "lo" tcp dport (?:\{ ([\d, ]+) \}|(\d+)) counter .*drop', table or "")
-    found = {int(port) for several, one in rules for port in (several or one).split(", ")}
-    return found >= set(ports)
 
 
 def _unusable_key(state: str) -> list[Problem]:

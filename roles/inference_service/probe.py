@@ -15,14 +15,15 @@ def probe(
     key: list[str] | None = None,
     process: dict[str, Any] | None = None,
     warmup: list[str] | None = None,
-    table: str | None = None,
+    firewall: dict[str, str] | None = None,
 ) -> dict[str, Any]:
     """{"files": ..., "units": ..., and what was asked for of "key", "process", "warm"}
 
     key: paths of the key and of the server's configuration with it. -> see `key_state`; a key never leaves the host.
     process: {"unit": name, "names": environment variables to look at, "key": path}. -> see `process_state`.
     warmup: the command that checks the cache. -> "warm": reasons why it is not, [] if it is.
-    table: an nftables table. -> "table": its rules as nft lists them, None where it is not loaded.
+    firewall: {"listed": command, "loaded": path}. -> "firewall_holds": whether its rules are those of its file: the
+    command prints now what the firewall's unit kept at `path` when it loaded them.
     """
     found: dict[str, Any] = {"files": on_host.files(paths), "units": on_host.units(units)}
     if key is not None:
@@ -31,9 +32,9 @@ def probe(
         found["process"] = process_state(**process)
     if warmup is not None:
         found["warm"] = cold(warmup)
-    if table is not None:
-        listed = on_host.run(["/usr/sbin/nft", "list", "table", *table.split()])
-        found["table"] = listed["out"] if listed["code"] == 0 else None
+    if firewall is not None:
+        listed = on_host.run(["/bin/sh", "-c", firewall["listed"]])
+        found["firewall_holds"] = listed["code"] == 0 and listed["out"] == on_host.text(firewall["loaded"])
     return found
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import pwd
 import re
 import socket
 import struct
@@ -29,6 +30,7 @@ def probe(
     receipt: str,
     ninja: str,
     table: str,
+    user: str,
     address: str,
     question: dict[str, Any],
     seconds: int,
@@ -49,6 +51,7 @@ def probe(
         "modules": {each["pid"]: loaded(modules, each) for each in processes},
         "listening": listening({each["pid"] for each in processes}),
         "firewall": firewall(table),
+        "service_user": user_number(user),
         "keys": on_host.files([keys, key, configuration]),
         "key_is_configured": bool(secret) and secret in (on_host.text(configuration) or ""),
         "key_found_in": leaks(secret, main, searched, properties.get("InvocationID", "")) if secret else [],
@@ -141,6 +144,13 @@ def firewall(table: str) -> dict[str, Any] | None:
     """The table as nft's JSON, None where it is not there."""
     shown = on_host.run(["/usr/sbin/nft", "--json", "list", "table", *table.split()])
     return json.loads(shown["out"]) if shown["code"] == 0 else None
+
+
+def user_number(name: str) -> int | None:
+    try:
+        return pwd.getpwnam(name).pw_uid
+    except KeyError:
+        return None
 
 
 def leaks(secret: str, main: int, searched: list[str], invocation: str) -> list[str]:

@@ -14,6 +14,7 @@ from node import layout
 from node.patches import wanted_digest
 from node.plan import Plan
 from roles.inference_service import content
+from tests.host import firewall_rules
 
 COLLECTOR = Path(__file__).parent / "inference_service_on_host.py"
 MEND = "Fix: run deploy.py"
@@ -48,6 +49,7 @@ def found(host: Any, plan: Plan) -> dict[str, Any]:
         "receipt": plan.paths.warmup_receipt,
         "ninja": f"{plan.paths.bin}/ninja",
         "table": layout.FIREWALL_TABLE,
+        "user": layout.SERVICE_USER,
         "address": f"http://{service.host}:{service.port}",
         "question": {
             "model": service.name,
@@ -236,6 +238,32 @@ def test_only_this_machine_reaches_the_server(found: dict[str, Any], plan: Plan)
         assert loopback or each["port"] in closed, (
             f"process {each['pid']} listens on {each['address']} port {each['port']}, wanted loopback, or a port that "
             f"table {layout.FIREWALL_TABLE} closes ({sorted(closed)}). {MEND}"
+        )
+
+
+def test_the_server_reaches_nothing_but_what_it_may(found: dict[str, Any], plan: Plan) -> None:
+    """SGLang fetches what a client names in image_url: so a client could make it ask the cloud's metadata, or machines
+    that only the node reaches. What the kernel does with its connections is read from the rules that are loaded."""
+    table, user = found["firewall"], found["service_user"]
+    assert table, f"table {layout.FIREWALL_TABLE}: not loaded, wanted the server's connections judged by it. {MEND}"
+    assert user is not None, f"user {layout.SERVICE_USER}: missing, wanted the server's own. {MEND}"
+    public = "accept" if plan.service.fetch_media == "public" else "reject"
+    wanted = {
+        ("eth0", "169.254.169.254", 80): "reject",
+        ("eth0", "10.0.0.1", 443): "reject",
+        ("eth0", "100.64.0.1", 443): "reject",
+        ("eth0", "fd00::1", 443): "reject",
+        ("eth0", "9.9.9.9", 22): "reject",
+        ("eth0", "9.9.9.9", 443): public,
+        ("eth0", "2620:fe::fe", 443): public,
+        ("lo", "127.0.0.1", 443): "reject",
+        ("lo", "127.0.0.1", plan.service.nccl_port): "accept",
+    }
+    for (interface, address, port), verdict in wanted.items():
+        seen = firewall_rules.verdict(table["nftables"], "output", user, interface, "tcp", address, port)
+        assert seen == verdict, (
+            f"a connection of {layout.SERVICE_USER} to {address} port {port}: found {seen} by table "
+            f"{layout.FIREWALL_TABLE}, wanted {verdict}. {MEND}"
         )
 
 

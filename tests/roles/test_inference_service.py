@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from files.tools import engine_log, jit_warmup, ready_probe
-from kit import testing
+from kit import files, testing
 from kit.on_host import Problem
 from node import layout
 from node.manifest import File, Manifest
@@ -64,6 +64,13 @@ def planned(profile: str = "tp8", **data: Any) -> Plan:
 # --- what is laid down ---
 
 
+needs_systemd_analyze = pytest.mark.skipif(
+    shutil.which("systemd-analyze") is None and "KIMI_NODES_SKIP_NOTHING" not in os.environ,
+    reason="wants systemd-analyze (apt-get install systemd)",
+)
+
+
+@needs_systemd_analyze
 @pytest.mark.parametrize("profile", PROFILES)
 def test_units_of_every_profile_are_good_to_systemd(profile: str, tmp_path: Path) -> None:
     """systemd ignores what it does not know, with a line in a log that nobody reads."""
@@ -78,13 +85,12 @@ def test_units_of_every_profile_are_good_to_systemd(profile: str, tmp_path: Path
         local = "\n".join(line if not line.startswith("Exec") else line.split("=")[0] + "=/bin/true" for line in lines)
         file = tmp_path / f"{name}-{profile}.service"
         file.write_text(local + "\n")
-        if shutil.which("systemd-analyze"):
-            done = subprocess.run(["systemd-analyze", "verify", "--man=no", file], capture_output=True, text=True)
-            said = [line for line in done.stderr.splitlines() if file.name in line]
-            assert not said, said
+        done = subprocess.run(["systemd-analyze", "verify", "--man=no", file], capture_output=True, text=True)
+        said = [line for line in done.stderr.splitlines() if file.name in line]
+        assert not said, said
 
 
-@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="wants systemd-analyze")
+@needs_systemd_analyze
 @pytest.mark.parametrize("template", ["sglang.service.j2", "warmup.service.j2"])
 @pytest.mark.parametrize("profile", ["tp8", "cpu"])
 def test_units_are_hardened(template: str, profile: str, tmp_path: Path) -> None:
@@ -127,6 +133,31 @@ def test_profiles_exclude_each_other_both_ways() -> None:
     assert len(plan.service.conflicts) == len(PROFILES) - 1
 
 
+@pytest.mark.parametrize("gpu", ["b300", "rtx-pro-6000-blackwell-server"])
+@pytest.mark.parametrize("profile", [name for name, profile in PROFILES.items() if profile.device == "cuda"])
+def test_gpu_memory_is_waited_for_before_the_engine_and_after_the_devices(profile: str, gpu: str) -> None:
+    """Both before the warm-up, which takes no GPU memory but time, and with the numbers that the plan counts on."""
+    data = {"kv_cache_dtype": "fp8_e4m3"}
+    plan = planned(profile, gpu=gpu, **data)
+    steps = [line for line in content.render("sglang.service.j2", plan).splitlines() if line.startswith("Exec")]
+    order = ("nvidia-modprobe", "gpu_memory_free", "/dev/shm", "jit_warmup", "sglang.launch_server", "ready_probe")
+    assert [next(n for n, line in enumerate(steps) if word in line) for word in order] == list(range(1, 7))
+    (laid_down,) = [item for item in content.wanted(plan) if item.path == plan.service_paths.gpu_memory]
+    assert isinstance(laid_down, files.File) and f" {laid_down.path}" in steps[2]
+    wanted = json.loads(laid_down.content)
+    assert wanted["user"] == layout.SERVICE_USER and wanted["seconds"] > 0
+    assert plan.fit and wanted["gpus"].keys() == {str(number) for number in range(plan.profile.gpus)}
+    for number, mib in wanted["gpus"].items():
+        fit = plan.fit.gpus[int(number)]
+        assert fit.weights + fit.kv_cache < mib * 2**20 < fit.memory
+
+
+def test_without_gpus_no_gpu_is_waited_for() -> None:
+    plan = planned("cpu")
+    assert "gpu_memory_free" not in content.render("sglang.service.j2", plan)
+    assert plan.service_paths.gpu_memory not in {item.path for item in content.wanted(plan)}
+
+
 def test_the_key_is_in_no_argument_and_no_environment() -> None:
     plan = planned()
     text = content.render("sglang.service.j2", plan)
@@ -167,21 +198,13 @@ PATHS = PLAN.service_paths
 WANTED = content.wanted(PLAN)
 CHECK = deploy.warmup_check(PLAN)
 ARGUMENTS = [*PLAN.service.arguments, "--config", f"/run/credentials/{PATHS.unit}/keys.yaml"]
-LISTED = """table inet kimi_nodes {
-	chain input {
-		type filter hook input priority filter; policy accept;
-		iif != "lo" tcp dport { 30000, 30100 } counter packets 0 bytes 0 drop
-	}
-}
-"""  # by nft 1.0.6 on a host where the table is loaded
 FIREWALL_ACTIVE = {layout.FIREWALL_UNIT: testing.unit(SubState="exited")}
 
 
 def laid(found: dict[str, Any], key: str | None = None) -> testing.Result:
     files = content.key_files(key) if key else []
-    closed = [PLAN.service.port, PLAN.service.nccl_port]
-    facts = {"table": LISTED, **found}
-    return testing.prepare(lay_down, {"wanted": WANTED, "key": files, "closed": closed}, facts={ServiceFacts: facts})
+    arguments = {"wanted": WANTED, "key": files, "firewall": content.FIREWALL_SEEN}
+    return testing.prepare(lay_down, arguments, facts={ServiceFacts: {"firewall_holds": True, **found}})
 
 
 def test_all_laid_down_is_no_change() -> None:
@@ -225,10 +248,10 @@ def test_a_changed_firewall_is_loaded() -> None:
     assert f"systemctl restart -- {layout.FIREWALL_UNIT}" in result.commands[1]
 
 
-@pytest.mark.parametrize("table", [None, LISTED.replace("30100", "30101"), LISTED.replace("drop", "accept")])
-def test_a_firewall_that_somebody_removed_is_loaded_again(table: str | None) -> None:
+def test_a_firewall_that_somebody_changed_is_loaded_again() -> None:
     """Its unit is active for ever, whatever happened to its rules."""
-    result = laid({"files": testing.as_wanted(WANTED), "units": FIREWALL_ACTIVE, "key": "good", "table": table})
+    found = {"files": testing.as_wanted(WANTED), "units": FIREWALL_ACTIVE, "key": "good", "firewall_holds": False}
+    result = laid(found)
     assert len(result.commands) == 1 and f"systemctl restart -- {layout.FIREWALL_UNIT}" in result.commands[0]
 
 
