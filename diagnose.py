@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from kit import ssh_config
-from kit.inventory import HostEntry, InventoryError, load, neighbours, override
+from kit.inventory import HostEntry, InventoryError, limited, load, neighbours
 from kit.program import probe_command
 from node import fingerprints, inventory, systems
 from node import plan as plan_module
@@ -62,16 +62,10 @@ class NotLookedAt(Exception):
 # --- one host --------------------------------------------------------------------------------------------------------
 
 
-def look(
-    entry: HostEntry,
-    data: Mapping[str, Any],
-    config: Path,
-    path: str,
-    hours: float,
-    everyone: Sequence[Neighbour] = (),
-) -> Report:
-    """Ask a host and judge what it says. data: its inventory data. config: an ssh_config that knows it. path: the
-    inventory's. hours: how far back logs are read. everyone: the inventory's hosts, this one among them."""
+def look(entry: HostEntry, config: Path, path: str, hours: float, everyone: Sequence[Neighbour] = ()) -> Report:
+    """Ask a host and judge what it says. config: an ssh_config that knows it. path: the inventory's. hours: how far
+    back logs are read. everyone: the inventory's hosts, this one among them."""
+    data = entry.data
     values, _ = inventory.read(data)
     release = values["release"] if values["release"] in RELEASES else DEFAULT_RELEASE
     toolkit = RELEASES[release].toolkit
@@ -211,16 +205,13 @@ def hidden(value: Any) -> Any:
 
 def of_hosts(options: argparse.Namespace) -> list[Report]:
     """A report of each host, in the inventory's order. Raises InventoryError."""
-    everyone = load(options.inventory)
-    entries = load(options.inventory, options.limit) if options.limit else everyone
-    if not entries:
-        raise InventoryError(f"{options.inventory} has no host. Fix: name one in it")
-    overrides = dict(override(text) for text in options.data)
-    beside = [Neighbour(name, address, {**data, **overrides}) for name, address, data in neighbours(everyone)]
+    everyone = load(options.inventory, options.data)
+    entries = limited(everyone, options.limit)
+    beside = [Neighbour(*each) for each in neighbours(everyone)]
 
     def report(entry: HostEntry) -> Report:
         try:
-            return look(entry, {**entry.data, **overrides}, config, options.inventory, options.hours, beside)
+            return look(entry, config, options.inventory, options.hours, beside)
         except Exception as error:  # one host's surprise must not hide the others
             what = f"unexpected {type(error).__name__}: {redact(str(error))}. Fix: report this with the inventory"
             return Report(entry.name, problem=what)
@@ -243,7 +234,14 @@ def main(arguments: list[str] | None = None) -> int:
         prog="diagnose.py", description=summary, epilog=usage, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("inventory", metavar="INVENTORY", nargs="?", help="the pyinfra inventory of the hosts")
-    parser.add_argument("--limit", "--host", metavar="NAME", help="only hosts of this name, pattern or group")
+    parser.add_argument(
+        "--limit",
+        "--host",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="only hosts of this name, pattern or group",
+    )
     parser.add_argument("--data", action="append", default=[], metavar="KEY=VALUE", help="as pyinfra's, for all hosts")
     parser.add_argument("--hours", type=float, default=24, help="how far back logs are read (default: 24)")
     parser.add_argument("--json", action="store_true", help="one JSON object")

@@ -1,20 +1,20 @@
 """The owner's data of a host, without what belongs to pyinfra itself.
 
-`python -m kit.inventory INVENTORY`, run from the project's root, prints {host name: {"groups", "data", "ssh",
-"address"}} as JSON. Other programs read an inventory through that child process (`load`), because importing pyinfra's
-CLI patches the standard library for gevent.
+`python -m kit.inventory INVENTORY [--data KEY=VALUE]...`, run from the project's root, prints {host name: {"groups",
+"data", "ssh", "address"}} as JSON. Other programs read an inventory through that child process (`load`), because
+importing pyinfra's CLI patches the standard library for gevent.
 """
 
 from __future__ import annotations
 
-import ast
+import argparse
 import contextlib
 import functools
 import json
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -68,13 +68,13 @@ class InventoryError(Exception):
     """An inventory that cannot be read; the text ends with `Fix: ...`."""
 
 
-def load(path: str | Path, limit: str | None = None) -> dict[str, HostEntry]:
-    """The hosts of an inventory by name, read in a child process. `limit`: a host pattern or a group.
+def load(path: str | Path, overrides: Iterable[str] = ()) -> dict[str, HostEntry]:
+    """The hosts of an inventory by name, read in a child process. `overrides`: KEY=VALUE, as pyinfra's --data.
 
-    Raises InventoryError where the inventory cannot be read, or the limit matches no host of it.
+    Raises InventoryError for an inventory that cannot be read or has no host, and for an override that is none.
     """
     done = subprocess.run(
-        [sys.executable, "-m", "kit.inventory", str(Path(path).resolve())],
+        [sys.executable, "-m", "kit.inventory", str(Path(path).resolve()), *(f"--data={text}" for text in overrides)],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -86,26 +86,24 @@ def load(path: str | Path, limit: str | None = None) -> dict[str, HostEntry]:
         name: HostEntry(name, tuple(entry["groups"]), entry["data"], entry["ssh"], entry["address"])
         for name, entry in json.loads(done.stdout).items()
     }
-    if limit is None:
-        return entries
-    limited = {name: entry for name, entry in entries.items() if fnmatch(name, limit) or limit in entry.groups}
-    if not limited:
-        raise InventoryError(
-            f"no host of {path} matches {limit!r}, wanted one of {', '.join(entries)} or a group of theirs. "
-            "Fix: give another --limit"
-        )
-    return limited
+    return entries
 
 
-def override(text: str) -> tuple[str, Any]:
-    """One --data KEY=VALUE, as pyinfra reads it: a Python literal, else text. Raises InventoryError."""
-    key, equals, value = text.partition("=")
-    if not key or not equals:
-        raise InventoryError(f"--data {text}: found no key and value, wanted KEY=VALUE. Fix: --data profile=ep4")
-    try:
-        return key, ast.literal_eval(value)
-    except (ValueError, SyntaxError):
-        return key, value
+def limited(entries: Mapping[str, HostEntry], limits: Sequence[str]) -> dict[str, HostEntry]:
+    """Those that one of the limits names, each a host pattern or a group; all where there is no limit.
+
+    Raises InventoryError for a limit that matches none of them.
+    """
+    chosen: set[str] = set()
+    for limit in limits:
+        matching = {name for name, entry in entries.items() if fnmatch(name, limit) or limit in entry.groups}
+        if not matching:
+            raise InventoryError(
+                f"no host of the inventory matches {limit!r}, wanted one of {', '.join(entries)} or a group of theirs. "
+                "Fix: give another --limit"
+            )
+        chosen |= matching
+    return {name: entry for name, entry in entries.items() if not limits or name in chosen}
 
 
 def peer_address(name: str, data: Mapping[str, Any], ssh: Mapping[str, Any]) -> str:
@@ -129,11 +127,24 @@ def host_neighbours(host: Host) -> list[tuple[str, str, dict[str, Any]]]:
 
 
 def neighbours(entries: Mapping[str, HostEntry]) -> list[tuple[str, str, Mapping[str, Any]]]:
-    """The same of what `load` read without a limit."""
+    """The same of all that `load` read."""
     return [(entry.name, entry.address, entry.data) for entry in entries.values() if entry.address]
 
 
-def _read(path: str) -> dict[str, Any]:
+def _overrides(texts: Iterable[str]) -> dict[str, Any]:
+    """--data of the command line, by pyinfra's own reading of a value. Raises InventoryError."""
+    from pyinfra_cli.util import parse_cli_arg
+
+    data = {}
+    for text in texts:
+        key, equals, value = text.partition("=")
+        if not key or not equals:
+            raise InventoryError(f"--data {text}: found no key and value, wanted KEY=VALUE. Fix: --data profile=ep4")
+        data[key] = parse_cli_arg(value)
+    return data
+
+
+def _read(path: str, overrides: dict[str, Any]) -> dict[str, Any]:
     from pyinfra.api.config import Config
     from pyinfra.api.state import State
     from pyinfra.context import ctx_config, ctx_inventory, ctx_state
@@ -143,7 +154,7 @@ def _read(path: str) -> dict[str, Any]:
     state.cwd = str(Path.cwd())
     config = Config()  # type: ignore[no-untyped-call]
     with ctx_state.use(state), ctx_config.use(config):
-        inventory = make_inventory(path, override_data={}, cwd=state.cwd)
+        inventory = make_inventory(path, override_data=overrides, cwd=state.cwd)
         ctx_inventory.set(inventory)  # type: ignore[no-untyped-call]
         state.init(inventory, config)
         hosts = {}
@@ -165,17 +176,23 @@ def _plain(value: Any) -> Any:
 
 def main(arguments: list[str]) -> int:
     """Print an inventory as JSON; 0, or 1 with one line on stderr where it cannot be read."""
-    if len(arguments) != 1:
-        print("usage: python -m kit.inventory INVENTORY", file=sys.stderr)
-        return 2
-    (path,) = arguments
+    parser = argparse.ArgumentParser(prog="python -m kit.inventory", description=main.__doc__)
+    parser.add_argument("inventory", metavar="INVENTORY")
+    parser.add_argument("--data", action="append", default=[], metavar="KEY=VALUE")
+    options = parser.parse_args(arguments)
+    path = options.inventory
     if not Path(path).is_file():
         print(f"{path}: no such file, wanted an inventory. Fix: name a file under inventory/", file=sys.stderr)
         return 1
     try:
         with contextlib.redirect_stdout(sys.stderr):
-            read = _read(path)
+            read = _read(path, _overrides(options.data))
+        if not read:
+            raise InventoryError(f"{path}: found no host in it, wanted one at least. Fix: name one in it")
         print(json.dumps(read, default=_plain))
+    except InventoryError as error:
+        print(error, file=sys.stderr)
+        return 1
     except Exception as error:
         cause = getattr(error, "exception", error)  # pyinfra wraps what an inventory file raises
         where = f"{cause.filename}:{cause.lineno}: " if isinstance(cause, SyntaxError) else ""

@@ -1,4 +1,4 @@
-"""Show what would run on a host, with no host touched: python -m node.render INVENTORY [--host H] [--json]
+"""Show what would run on a host, with no host touched: python -m node.render INVENTORY [--host H] [--data KEY=VALUE]
 
 The one module of node that reads anything: an inventory, through pyinfra in a child process, and the project's own
 locks and manifests. It plans for the machine that the inventory declares; --system says which operating system to plan
@@ -13,7 +13,7 @@ import json
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +32,13 @@ def read_file(path: str) -> bytes:
     return (PROJECT / path).read_bytes()
 
 
-def inventory_hosts(inventory: str) -> tuple[dict[str, dict[str, Any]], list[Neighbour]]:
+def inventory_hosts(inventory: str, overrides: Sequence[str] = ()) -> tuple[dict[str, dict[str, Any]], list[Neighbour]]:
     """(host name -> its inventory data, pyinfra's own keys left out; the hosts as each other's neighbours).
 
-    Raises ValueError for an inventory that cannot be read.
+    overrides: KEY=VALUE, as pyinfra's --data. Raises ValueError for an inventory that cannot be read.
     """
-    command = [sys.executable, "-m", "kit.inventory", inventory]
+    path = str(Path(inventory).resolve())
+    command = [sys.executable, "-m", "kit.inventory", path, *(f"--data={text}" for text in overrides)]
     found = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, check=False)
     if found.returncode != 0:
         raise ValueError(found.stderr.strip())
@@ -135,13 +136,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m node.render", description=__doc__.splitlines()[0])
     parser.add_argument("inventory", metavar="INVENTORY")
     parser.add_argument("--host", help="only this one")
+    parser.add_argument(
+        "--data", action="append", default=[], metavar="KEY=VALUE", help="as pyinfra's: one key for all hosts"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object, host names as keys")
     names = [str(system) for system in systems.SYSTEMS]
     parser.add_argument("--system", choices=names, default=names[0], help="the operating system to plan for")
     options = parser.parse_args(arguments)
     system: System = systems.SYSTEMS[names.index(options.system)].as_system()
     try:
-        hosts, neighbours = inventory_hosts(options.inventory)
+        hosts, neighbours = inventory_hosts(options.inventory, options.data)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2

@@ -18,7 +18,7 @@ import pytest
 import testinfra
 
 from kit import ssh_config
-from kit.inventory import HostEntry, InventoryError, load, neighbours, override
+from kit.inventory import HostEntry, InventoryError, limited, load, neighbours
 from kit.program import probe_command
 from node import plan as plan_module
 from node.hardware import QUERY_FIELDS
@@ -31,12 +31,11 @@ from roles.preflight.facts import HostFacts
 ENTRIES = pytest.StashKey[Mapping[str, HostEntry]]()
 NEIGHBOURS = pytest.StashKey[list[tuple[str, str, Mapping[str, Any]]]]()
 SSH_CONFIG = pytest.StashKey[Path]()
-OVERRIDES = pytest.StashKey[dict[str, Any]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--inventory", help="the pyinfra inventory whose hosts are verified")
-    parser.addoption("--limit", help="only hosts of this name, pattern or group")
+    parser.addoption("--limit", action="append", default=[], help="only hosts of this name, pattern or group")
     parser.addoption(
         "--data", action="append", default=[], metavar="KEY=VALUE", help="as pyinfra's: one key for all hosts"
     )
@@ -47,15 +46,11 @@ def pytest_configure(config: pytest.Config) -> None:
     if not inventory:
         raise pytest.UsageError("the verify suite wants hosts. Fix: pytest tests/host --inventory inventory/pro6000.py")
     try:
-        everyone = load(inventory)
+        everyone = load(inventory, config.getoption("--data"))
         config.stash[NEIGHBOURS] = neighbours(everyone)
-        limit = config.getoption("--limit")
-        config.stash[ENTRIES] = load(inventory, limit) if limit else everyone
-        config.stash[OVERRIDES] = dict(override(text) for text in config.getoption("--data"))
+        config.stash[ENTRIES] = limited(everyone, config.getoption("--limit"))
     except InventoryError as error:
         raise pytest.UsageError(str(error)) from None
-    if not config.stash[ENTRIES]:
-        raise pytest.UsageError(f"{inventory} has no host. Fix: name one in it")
     connections = contextlib.ExitStack()
     config.stash[SSH_CONFIG] = connections.enter_context(ssh_config.written(config.stash[ENTRIES]))
     config.add_cleanup(connections.close)
@@ -78,14 +73,13 @@ def host(entry: HostEntry, request: pytest.FixtureRequest) -> Iterator[Any]:
 
 
 @pytest.fixture(scope="session")
-def data(entry: HostEntry, request: pytest.FixtureRequest) -> dict[str, Any]:
+def data(entry: HostEntry) -> Mapping[str, Any]:
     """The inventory data of the host."""
-    overrides: dict[str, Any] = request.config.stash[OVERRIDES]
-    return {**entry.data, **overrides}
+    return entry.data
 
 
 @pytest.fixture(scope="session")
-def observed(host: Any, data: dict[str, Any]) -> Observed:
+def observed(host: Any, data: Mapping[str, Any]) -> Observed:
     """What the host says of itself now."""
     arguments = {"query_fields": list(QUERY_FIELDS), "weights_directory": data.get("weights_directory")}
     answer = host.run(probe_command(HostFacts.source(), arguments).get_raw_value())
@@ -96,11 +90,10 @@ def observed(host: Any, data: dict[str, Any]) -> Observed:
 
 
 @pytest.fixture(scope="session")
-def plan(entry: HostEntry, data: dict[str, Any], observed: Observed, request: pytest.FixtureRequest) -> Plan:
+def plan(entry: HostEntry, data: Mapping[str, Any], observed: Observed, request: pytest.FixtureRequest) -> Plan:
     """The Plan of the host. Where the host is not what it should be, the Plan for what it should be: the other tests
     then still say what is missing, and test_preflight says why."""
-    overrides = request.config.stash[OVERRIDES]
-    everyone = [Neighbour(n, at, {**d, **overrides}) for n, at, d in request.config.stash[NEIGHBOURS]]
+    everyone = [Neighbour(*each) for each in request.config.stash[NEIGHBOURS]]
     made = plan_module.make(entry.name, data, read_file, observed, neighbours=everyone)
     if isinstance(made, list):
         made = plan_module.make(entry.name, data, read_file, None, observed.system, everyone)

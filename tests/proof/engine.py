@@ -44,7 +44,7 @@ class Engine:
 
     @classmethod
     def of(cls, node: Node) -> Engine:
-        entry = load(PROJECT / INVENTORY, node.name)[node.name]
+        entry = load(PROJECT / INVENTORY)[node.name]
         plan = plan_module.make(node.name, entry.data, read_file, None, systems.SYSTEMS[0].as_system())
         assert isinstance(plan, Plan), [str(problem) for problem in plan]
         assert node.ssh(f"readlink {layout.CURRENT}") == plan.paths.environment, "another release is deployed"

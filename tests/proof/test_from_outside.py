@@ -76,7 +76,7 @@ class Outside:
 def outside(node: Node) -> Outside:
     deployed = node.deploy()
     assert deployed.code == 0, deployed.output
-    entry = load(PROJECT / INVENTORY, node.name)[node.name]
+    entry = load(PROJECT / INVENTORY)[node.name]
     made = plan_module.make(node.name, entry.data, read_file, None, systems.SYSTEMS[0].as_system())
     assert isinstance(made, Plan) and made.edge
     root = node.ssh(f"cat {layout.EDGE_ROOT_CERTIFICATE}")

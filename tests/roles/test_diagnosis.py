@@ -16,7 +16,7 @@ import pytest
 
 import diagnose
 from kit import on_host, ssh_config
-from kit.inventory import HostEntry, InventoryError, override
+from kit.inventory import HostEntry
 from node import layout, toolkits
 from node import plan as plan_module
 from node.fingerprints import FINGERPRINTS
@@ -579,14 +579,6 @@ def test_the_ssh_configuration_says_what_the_inventory_says() -> None:
         folder = path.parent
     assert {"hostname 10.0.0.1", "port 2222", "user owner", "batchmode yes", "stricthostkeychecking true"} <= set(shown)
     assert not folder.exists()
-
-
-def test_a_value_of_data_is_read_as_pyinfra_reads_it() -> None:
-    assert override("profile=ep4") == ("profile", "ep4")
-    assert override("port=30001") == ("port", 30001)
-    assert override("toolkits_beside=['12.8']") == ("toolkits_beside", ["12.8"])
-    with pytest.raises(InventoryError, match="KEY=VALUE"):
-        override("profile")
 
 
 def test_well_is_not_changed_by_judging() -> None:

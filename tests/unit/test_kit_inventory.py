@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
 from kit_project import DEPLOY, ROOT, Project
 
-from kit.inventory import InventoryError, load, pyinfra_keys
+from kit.inventory import InventoryError, limited, load, pyinfra_keys
 
 INVENTORY = """
 gpu = [("one", {"profile": "tp8", "ssh_port": 2222}), "two"]
@@ -38,11 +41,14 @@ def test_our_keys_and_pyinfras_are_told_apart(inventory: Path) -> None:
 
 
 def test_a_limit_is_a_name_a_pattern_or_a_group(inventory: Path) -> None:
-    assert list(load(inventory, "two")) == ["two"]
-    assert list(load(inventory, "t*")) == ["two", "three"]
-    assert list(load(inventory, "lab")) == ["three"]
+    entries = load(inventory)
+    assert limited(entries, []) == entries
+    assert list(limited(entries, ["two"])) == ["two"]
+    assert list(limited(entries, ["t*"])) == ["two", "three"]
+    assert list(limited(entries, ["lab"])) == ["three"]
+    assert list(limited(entries, ["lab", "one"])) == ["one", "three"]
     with pytest.raises(InventoryError, match=r"no host of .* matches 'four', wanted one of one, two, three.*Fix: "):
-        load(inventory, "four")
+        limited(entries, ["two", "four"])
 
 
 @pytest.mark.parametrize(
@@ -51,6 +57,7 @@ def test_a_limit_is_a_name_a_pattern_or_a_group(inventory: Path) -> None:
         ("gpu = [", "SyntaxError"),
         ("raise KeyError('x')", "KeyError: 'x'"),
         ("gpu = [('a', {'key': object()})]", "cannot be told to other programs"),
+        ("gpu = []", "found no host in it"),
     ],
 )
 def test_an_inventory_that_cannot_be_read_is_one_clear_line(tmp_path: Path, text: str, told: str) -> None:
@@ -89,3 +96,61 @@ def test_the_data_of_a_host_in_a_deploy_is_the_same(tmp_path: Path) -> None:
     )
     done = project.run("--dry", "--data", "extra=3", inventory="hosts.py")
     assert "D {'profile': 'tp8', 'extra': 3}" in done.out, done.text
+
+
+def pyinfras_reading(folder: Path, values: list[str]) -> dict[str, object]:
+    """The values of --data k0=... k1=... in a real run of pyinfra."""
+    project = Project(folder)
+    project.write("hosts.py", "hosts = ['@local']\n")
+    project.write("deploy.py", "import json\nfrom pyinfra import host\nprint('D', json.dumps(host.data.dict()))\n")
+    data = [part for number, value in enumerate(values) for part in ("--data", f"k{number}={value}")]
+    done = project.run("--dry", *data, inventory="hosts.py")
+    (line,) = (line for line in done.out.splitlines() if line.startswith("D "))
+    return dict(json.loads(line.removeprefix("D ")))
+
+
+# What neither Python nor JSON, JSON and not Python, Python and not JSON, or int() alone takes.
+READ_DIFFERENTLY = [
+    "ep4", "30001", "0.9", "true", "False", "TRUE", "null", "None", '["12.8"]', "['12.8']", "(1, 2)", '{"a": [1]}',
+    "'quoted'", '"quoted"', "1_000", " 7 ", "007", "0x10", "1e3", "\u0663", "-", "", "a=b", "[1,", "b'x'", "{}", "1.0",
+]  # fmt: skip
+
+
+def test_data_of_a_run_is_read_as_pyinfra_reads_it(inventory: Path, tmp_path: Path) -> None:
+    wanted = pyinfras_reading(tmp_path / "project", READ_DIFFERENTLY)
+    assert wanted["k1"] == 30001 and wanted["k8"] == ["12.8"] and wanted["k9"] == "['12.8']"
+    texts = [f"k{number}={value}" for number, value in enumerate(READ_DIFFERENTLY)]
+    assert {key: value for key, value in load(inventory, texts)["two"].data.items() if key in wanted} == wanted
+
+
+VALUES = st.one_of(
+    st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=12),
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats(0, 9) | st.text(max_size=3),
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
+        max_leaves=4,
+    ).map(json.dumps),
+)
+
+
+@settings(max_examples=3, deadline=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
+@given(values=st.lists(VALUES, min_size=40, max_size=60))
+def test_whatever_is_given_as_data_is_read_as_pyinfra_reads_it(
+    tmp_path_factory: pytest.TempPathFactory, values: list[str]
+) -> None:
+    folder = tmp_path_factory.mktemp("project")
+    wanted = pyinfras_reading(folder, values)
+    found = load(folder / "hosts.py", [f"k{number}={value}" for number, value in enumerate(values)])
+    assert json.dumps(found["@local"].data) == json.dumps(wanted), "compared as text: NaN is not equal to itself"
+
+
+def test_data_overrides_what_the_inventory_says_pyinfras_keys_too(inventory: Path) -> None:
+    entries = load(inventory, ["profile=pp8", "ssh_port=2200"])
+    assert {entry.data["profile"] for entry in entries.values()} == {"pp8"}
+    assert {entry.ssh["ssh_port"] for entry in entries.values()} == {2200}
+
+
+@pytest.mark.parametrize("text", ["profile", "=ep4", ""])
+def test_data_without_a_key_or_a_value_is_refused(inventory: Path, text: str) -> None:
+    with pytest.raises(InventoryError, match=r"found no key and value, wanted KEY=VALUE\. Fix: "):
+        load(inventory, [text])

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from kit_project import DEPLOY, Project
+from kit_project import DEPLOY, ROOT, Project
 
 from kit import connection
 
@@ -35,6 +35,69 @@ def test_ctrl_c_exits_130_and_says_what_goes_on(tmp_path: Path) -> None:
     assert process.returncode == 130
     assert time.monotonic() - began < 5
     assert "Stopped by Ctrl-C. Units started on the hosts go on" in err
+    assert "Traceback" not in out + err
+
+
+HOSTS = "gpu = ['@local']\nlab = ['one.invalid', 'two.invalid']\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "inventory", "told"),
+    [
+        (
+            ["--limit", "four"],
+            "hosts.py",
+            "found no host for --limit and --exclude, wanted one of @local, one",
+        ),
+        (["--exclude", "*"], "hosts.py", "found no host for --limit and --exclude"),
+        (["--limit", "gpu", "--exclude", "@*"], "hosts.py", "found no host for --limit and --exclude"),
+        ([], "nobody.py", "found no host in the inventory"),
+        ([], "no_such_file.py", "found no host in the inventory"),
+    ],
+)
+def test_a_run_for_no_host_is_refused(tmp_path: Path, arguments: list[str], inventory: str, told: str) -> None:
+    """pyinfra by itself warns at most, runs nothing and exits 0: to a script it is a good deploy."""
+    project = guarded(tmp_path)
+    done = project.run("-y", *arguments, inventory=inventory)
+    assert done.code == 1, done.text
+    assert told in done.err and "Fix: " in done.err and "Traceback" not in done.err
+
+
+def test_a_run_for_some_hosts_is_for_those(tmp_path: Path) -> None:
+    project = guarded(tmp_path)
+    for arguments in (["--limit", "gpu"], ["--exclude", "lab"], ["--limit", "@l*", "--limit", "four"]):
+        done = project.run("-y", *arguments, inventory="hosts.py")
+        assert done.code == 0, done.text
+        assert done.out.count("deployed to") == 1
+
+
+def guarded(folder: Path) -> Project:
+    """A project with the real config.py."""
+    project = Project(folder)
+    project.write("config.py", (ROOT / "config.py").read_text())
+    project.write("hosts.py", HOSTS)
+    project.write("nobody.py", "hosts = []\n")
+    project.write("deploy.py", DEPLOY + "print('deployed to', host.name)\n")
+    return project
+
+
+def test_ctrl_c_exits_130_while_a_host_is_being_connected_to(tmp_path: Path) -> None:
+    """A host that takes the connection and says nothing: paramiko waits, and no deploy code has run yet."""
+    project = guarded(tmp_path)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        data = {"ssh_hostname": "127.0.0.1", "ssh_port": silent.getsockname()[1]}
+        project.write("silent.py", f"hosts = [('silent', {data!r})]\n")
+        process = project.start("-y", inventory="silent.py")
+        try:
+            silent.settimeout(20)
+            connected, _ = silent.accept()
+            with connected:
+                time.sleep(0.3)
+                process.send_signal(signal.SIGINT)
+                out, err = process.communicate(timeout=10)
+        finally:
+            process.kill()
+    assert process.returncode == 130, out + err
     assert "Traceback" not in out + err
 
 

@@ -1,0 +1,5 @@
+"""pyinfra reads this first, whatever it is asked to do."""
+
+from kit import run
+
+run.guard()
