@@ -32,7 +32,7 @@ def test_ctrl_c_exits_130_and_says_what_goes_on(tmp_path: Path) -> None:
         out, err = process.communicate(timeout=15)
     finally:
         process.kill()
-    assert process.returncode == 130
+    assert process.returncode == 130, out + err
     assert time.monotonic() - began < 5
     assert "Stopped by Ctrl-C. Units started on the hosts go on" in err
     assert "Traceback" not in out + err
