@@ -967,19 +967,48 @@ FINGERPRINTS: tuple[Fingerprint, ...] = (
         "wrong-answer",
         _SERVER,
         seen=(
-            "not ready: asked 'What is 17 times 23?', found the answer 'foss foss foss' (ended by length), wanted "
-            "'391' in it. Fix: x",
+            "not ready: sampled answer: asked 'What is 17 times 23?', found the answer 'foss foss foss' (ended by "
+            "length), wanted '391' in it. Fix: x",
         ),
-        patterns=(r"asked .+, found the answer .+, wanted .+ in it\. Fix: ",),
+        patterns=(r"not ready: [^:]+: asked .+, found the answer .+, wanted .+ in it\. Fix: ",),
         cause="a healthy server answers nonsense: wrong weights, or kernels that compute wrongly on this GPU",
         fix=f"{_VERIFY} on HOST; then pytest tests/host --inventory INVENTORY proves release, patches and toolkit",
         source="sglang issue 23264, vllm issue 42426",
     ),
     Fingerprint(
+        "cached-prefix-wrong",
+        _SERVER,
+        seen=(
+            "not ready: long prefix, again: the same text was answered right the first time; now, with 16960 of its "
+            "17031 tokens from the prefix cache, asked 'Two drawers hold a word. Which words?', found the answer "
+            "'!!!!!!' (ended by length), wanted 'heron' and 'maple' in it. Fix: x",
+        ),
+        patterns=(r"not ready: [^:]+: the same text was answered right the first time; now, ",),
+        cause="what the server computes is right and what it reads back from its prefix cache is not: the attention "
+        "kernels of this profile and release are wrong for cached prefixes on this GPU",
+        fix=f"{_DEPLOY} --data profile=ANOTHER, or --data release=ANOTHER: every later message of a chat would be "
+        "answered wrong",
+        source="files/tools/ready_probe.py",
+    ),
+    Fingerprint(
+        "tool-call-unparsed",
+        _SERVER,
+        seen=(
+            "not ready: tool call: asked 'Call multiply with a = 17', found a call left unparsed, "
+            "'<|tool_calls_section_begin|>' (ended by stop), wanted multiply with {} in tool_calls. Fix: x",
+        ),
+        patterns=(r"not ready: [^:]+: asked .+, found a call (?:left unparsed|of \S+ with .+, which is no JSON), ",),
+        cause="the model calls functions in another form than the server's parser reads: --tool-call-parser is not "
+        "the model's, or the answer's tokens ended within the call",
+        fix=f"{_DEPLOY} gives the server the parser that node/models.py names for the model",
+        source="files/tools/ready_probe.py",
+    ),
+    Fingerprint(
         "key-refused",
         _SERVER,
         seen=(
-            'not ready: the server refused the question: 401 \'{"error":"Unauthorized"}\'. Fix: see the server\'s log',
+            "not ready: sampled answer: the server refused the question: 401 "
+            '\'{"error":"Unauthorized"}\'. Fix: see the server\'s log',
         ),
         patterns=(r"the server refused the question: 40[13]",),
         cause="the server runs with another API key than the one laid down now",
@@ -1002,8 +1031,8 @@ FINGERPRINTS: tuple[Fingerprint, ...] = (
         seen=("the unit is active and /health does not answer",),
         patterns=(),
         cause="the server's processes live and do not serve: a hang, or a very long prefill",
-        fix=f"python3 {TOOLS}/ready_probe.py {CONFIGURATION}/sglang-PROFILE.readiness.json --now asks it a question, "
-        "on HOST as root; without an answer: journalctl -u UNIT -n 200, then systemctl restart UNIT",
+        fix=f"python3 {TOOLS}/ready_probe.py {CONFIGURATION}/sglang-PROFILE.readiness.json --now asks what "
+        "readiness asks, on HOST as root; without an answer: journalctl -u UNIT -n 200, then systemctl restart UNIT",
         source="sglang issues 6624, 22511, 35884",
         severity="warning",
         explained_by=("collective-hangs", "gpu-fell-off", "nvidia-smi-hangs", "gpu-firmware-silent", "nvlink-errors"),

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from node.questions import Question, of_readiness
+
 BFLOAT16 = 2
 INT4_GROUP_32 = 0.5 + BFLOAT16 / 32  # bytes per weight: four bits, and one bfloat16 scale for every 32 weights
 
@@ -80,23 +82,13 @@ class Architecture:
 
 
 @dataclass(frozen=True)
-class Question:
-    """What a ready server must answer: the prompt, and the text its answer must contain."""
-
-    prompt: str
-    expected: str
-    max_tokens: int
-    temperature: float = 1.0
-    top_p: float = 0.95
-
-
-@dataclass(frozen=True)
 class Model:
     """One model as served.
 
     revision: 40 hex digits, or None when the owner must give one (key `revision`). bytes: of the files to fetch, about,
     for messages; the manifest has the exact ones. architecture: None when the model is too small to plan memory for.
     context_tokens: the longest context the model was made for. device: "cuda", or "cpu" for the lab's stand-in model.
+    questions: what it must answer to be ready; the first is a short one, for whoever wants one answer.
     """
 
     key: str
@@ -109,7 +101,7 @@ class Model:
     tool_call_parser: str | None
     reasoning_parser: str | None
     device: str
-    question: Question
+    questions: tuple[Question, ...]
     drafters: tuple[str, ...] = ()
 
 
@@ -128,8 +120,6 @@ class Drafter:
     gated: bool
     targets: tuple[str, ...]
 
-
-MULTIPLICATION = Question(prompt="What is 17 times 23?", expected="391", max_tokens=2048)
 
 KIMI_K26_ARCHITECTURE = Architecture(
     layers=61,
@@ -165,7 +155,10 @@ MODELS = {
             tool_call_parser="kimi_k2",
             reasoning_parser="kimi_k2",
             device="cuda",
-            question=MULTIPLICATION,
+            # 2000 drawers are 17,012 tokens (counted with the published vocabulary): more than one chunk of SGLang's
+            # prefill, 8192 tokens on a GPU of less than 160 GiB and 16384 on a larger one (server_args.py, 0.5.12.post1
+            # to 0.5.23), and far more than a page of its prefix cache, 1 or 64 tokens by attention backend.
+            questions=of_readiness(drawers=2000, max_tokens=256, thinking=3840),
             drafters=("kimi-k2.6-dflash-tmp-long", "kimi-k2.6-dflash"),
         ),
         Model(
@@ -176,10 +169,10 @@ MODELS = {
             architecture=None,
             context_tokens=2048,
             trust_remote_code=False,
-            tool_call_parser=None,
+            tool_call_parser="kimi_k2",
             reasoning_parser=None,
             device="cpu",
-            question=Question(prompt="What is 17 times 23?", expected="391", max_tokens=64),
+            questions=of_readiness(drawers=16, max_tokens=96, thinking=0),  # its tokens are bytes
         ),
     )
 }

@@ -22,10 +22,11 @@ from node.hardware import Hardware
 from node.layout import ENGINE_LOGGING, TOOLS, ReleasePaths, ServicePaths, WeightsPaths
 from node.lock import distributions
 from node.manifest import Manifest, loads
-from node.models import DRAFTERS, MODELS, Drafter, Model, Question
+from node.models import DRAFTERS, MODELS, Drafter, Model
 from node.patches import PATCHES, Patch, bears_load
 from node.problems import Malformed, Problem
 from node.profiles import BACKENDS, INTERCONNECT_ENVIRONMENT, PROFILES, Profile
+from node.questions import Question, within
 from node.releases import RELEASES, Release, digest
 from node.sharing import Neighbour, Sharing
 from node.systems import System
@@ -71,7 +72,7 @@ class Service:
 
     unit: its name; conflicts: the units of every other profile. arguments: the whole argument vector but the key file,
     which the unit adds from its credentials. environment: all that the process is given. architectures: FlashInfer's
-    names of the GPU architectures to warm, e.g. ("12.0f",). question: what readiness asks. start_timeout: seconds.
+    names of the GPU architectures to warm, e.g. ("12.0f",). questions: what readiness asks. start_timeout: seconds.
     gpu_memory: MiB that each GPU of the profile must have free before a start, by its index; empty without GPUs.
     gpu_memory_timeout: seconds to wait for that. fetch_media: "none" or "public", what it may fetch for its clients.
     """
@@ -85,7 +86,7 @@ class Service:
     arguments: tuple[str, ...]
     environment: Mapping[str, str]
     architectures: tuple[str, ...]
-    question: Question
+    questions: tuple[Question, ...]
     start_timeout: int
     gpu_memory: Mapping[int, int]
     gpu_memory_timeout: int
@@ -447,6 +448,7 @@ def _service(
         "tool_call_parser": model.tool_call_parser,
         "reasoning_parser": model.reasoning_parser,
         "enable_metrics": True,
+        "enable_cache_report": True,
         "tensor_parallel": profile.tensor_parallel,
         "pipeline_parallel": profile.pipeline_parallel,
         "expert_parallel": profile.expert_parallel,
@@ -480,7 +482,7 @@ def _service(
         arguments=(paths.python, "-m", "sglang.launch_server", *release.arguments(options)),
         environment=_environment(release, toolkit, paths, profile, declared, gpu.flashinfer_architecture),
         architectures=(gpu.flashinfer_architecture,),
-        question=model.question,
+        questions=within(model.questions, values["context_length"] or model.context_tokens),
         start_timeout=values["start_timeout"],
         gpu_memory=memory.wanted_free(fit) if fit else {},
         gpu_memory_timeout=memory.WAIT_SECONDS,

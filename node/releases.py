@@ -188,6 +188,7 @@ _FLAGS: Mapping[str, str] = MappingProxyType(
         "speculative_dflash_block_size": "--speculative-dflash-block-size",
         "speculative_draft_attention_backend": "--speculative-draft-attention-backend",
         "enable_metrics": "--enable-metrics",
+        "enable_cache_report": "--enable-cache-report",
         "log_level": "--log-level",
         "log_requests": "--log-requests",
         "watchdog_timeout": "--watchdog-timeout",

@@ -14,6 +14,7 @@ from node import layout, systemd
 from node.patches import Patch
 from node.plan import Plan
 from node.profiles import PROFILES
+from node.questions import COPY, Question
 
 TEMPLATES = Path(__file__).resolve().parents[2] / "templates"
 STARTS = 3  # within the time of as many of the longest starts; then systemd gives up
@@ -97,16 +98,22 @@ def readiness(plan: Plan) -> dict[str, Any]:
     service = plan.service
     return {
         "address": f"http://{service.host}:{service.port}",
-        "model": service.name,
         "key": layout.API_KEY,
         "user": layout.SERVICE_USER,
-        "prompt": service.question.prompt,
-        "expected": service.question.expected,
-        "max_tokens": service.question.max_tokens,
-        "temperature": service.question.temperature,
-        "top_p": service.question.top_p,
+        "copy": COPY,
+        "questions": [asked(question, service.name) for question in service.questions],
         "seconds": service.start_timeout - PROBE_MARGIN_SECONDS,
     }
+
+
+def asked(question: Question, model: str) -> dict[str, Any]:
+    """A question as ready_probe.py takes it. model: its served name."""
+    right = (
+        {"call": {"name": question.function.name, "arguments": question.arguments}}
+        if question.function
+        else {"expected": question.expected}
+    )
+    return {"name": question.name, "body": question.body(model), "times": question.times, **right}
 
 
 def gpu_memory(plan: Plan) -> dict[str, Any]:

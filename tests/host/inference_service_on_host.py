@@ -34,6 +34,7 @@ def probe(
     address: str,
     question: dict[str, Any],
     seconds: int,
+    readiness: list[str],
     modules: str,
 ) -> dict[str, Any]:
     """Everything is None or empty where it is not there: the tests say what that means."""
@@ -60,6 +61,7 @@ def probe(
             "with no key": ask(address, question, None, seconds),
             "with another key": ask(address, question, "sk-" + "0" * 40, seconds),
         },
+        "readiness": on_host.run(readiness, timeout=seconds),
         "warm": warm(receipt, ninja),
     }
 

@@ -59,7 +59,6 @@ def state(host: Any, plan: Plan, edge: Edge) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def seen(host: Any, plan: Plan, edge: Edge) -> dict[str, Any]:
     """What a client gets."""
-    question = plan.service.question
     arguments = {
         "unit": layout.EDGE_UNIT,
         "program": content.CADDY,
@@ -69,13 +68,7 @@ def seen(host: Any, plan: Plan, edge: Edge) -> dict[str, Any]:
         "trusted": layout.EDGE_CERTIFICATE if edge.certificate_file else layout.EDGE_ROOT_CERTIFICATE,
         "api_key": layout.API_KEY,
         "client_keys": layout.EDGE_CLIENT_KEYS,
-        "question": {
-            "model": plan.service.name,
-            "messages": [{"role": "user", "content": question.prompt}],
-            "max_tokens": question.max_tokens,
-            "temperature": question.temperature,
-            "top_p": question.top_p,
-        },
+        "question": plan.service.questions[0].body(plan.service.name),
         "forbidden": [request.split() for request in FORBIDDEN],
         "seconds": 300,
     }
@@ -148,7 +141,7 @@ def test_its_certificate_is_good_for_its_name(seen: dict[str, Any], edge: Edge) 
 
 def test_a_client_gets_a_right_answer(seen: dict[str, Any], plan: Plan, edge: Edge) -> None:
     """All the way: TLS, a client's key exchanged for the server's, a sampled answer."""
-    expected, answer = plan.service.question.expected, seen["answer"]
+    expected, answer = plan.service.questions[0].expected[0], seen["answer"]
     assert answer["status"] == 200, f"{edge.origin} answers {answer['status']}: {answer['body'][:200]}. {MEND}"
     said = json.loads(answer["body"])["choices"][0]["message"]["content"] or ""
     assert expected in said, f"{edge.origin} answers {said!r}, wanted {expected!r} in it. {MEND}"

@@ -25,7 +25,7 @@ SCHEDULER = "sglang::scheduler"  # what SGLang calls these processes (setproctit
 @pytest.fixture(scope="module")
 def found(host: Any, plan: Plan) -> dict[str, Any]:
     """What there is of the service on the host, looked at in one command."""
-    service, question = plan.service, plan.service.question
+    service = plan.service
     arguments = {
         "unit": service.unit,
         "units": [service.unit, layout.FIREWALL_UNIT, *service.conflicts],
@@ -51,14 +51,15 @@ def found(host: Any, plan: Plan) -> dict[str, Any]:
         "table": layout.FIREWALL_TABLE,
         "user": layout.SERVICE_USER,
         "address": f"http://{service.host}:{service.port}",
-        "question": {
-            "model": service.name,
-            "messages": [{"role": "user", "content": question.prompt}],
-            "max_tokens": question.max_tokens,
-            "temperature": question.temperature,
-            "top_p": question.top_p,
-        },
+        "question": service.questions[0].body(service.name),
         "seconds": 300,
+        "readiness": [
+            "/usr/bin/python3",
+            "-I",
+            f"{layout.TOOLS}/ready_probe.py",
+            plan.service_paths.readiness,
+            "--now",
+        ],
         "modules": plan.service_paths.modules,
     }
     answer = host.run(probe_command(COLLECTOR, arguments).get_raw_value())
@@ -78,8 +79,8 @@ def main_process(found: dict[str, Any], plan: Plan) -> dict[str, Any]:
 
 
 def test_the_unit_is_active_and_comes_back_after_a_boot(found: dict[str, Any], plan: Plan) -> None:
-    """Active means that it has answered: its start ends with the right answer to a question. Enabled outlives a
-    reboot."""
+    """Active means that it has answered: its start ends with right answers to all that readiness asks. Enabled outlives
+    a reboot."""
     state = found["units"][plan.service.unit]
     installed = state["UnitFileState"] or "not installed"
     wrong = f"{plan.service.unit} is {state['ActiveState']} ({state['Result']}), {installed}"
@@ -187,12 +188,58 @@ def test_the_running_schedulers_have_the_patches(found: dict[str, Any], plan: Pl
 def test_it_answers_right(found: dict[str, Any], plan: Plan) -> None:
     """Temperature and top_p are set, so that the kernels run that a health check never touches, and the content is
     checked: servers have been seen healthy while they said rubbish."""
-    got = found["answers"]["with the key"]
-    wanted = plan.service.question.expected
-    assert got["status"] == 200 and wanted in got["answer"], (
-        f"asked {plan.service.question.prompt!r}, found {got['answer']!r} (status {got['status']}), wanted {wanted!r} "
-        f"in it. Fix: journalctl -u {plan.service.unit}; systemctl restart {plan.service.unit} waits for a right one"
+    question, got = plan.service.questions[0], found["answers"]["with the key"]
+    assert got["status"] == 200 and all(text in got["answer"] for text in question.expected), (
+        f"asked {question.prompt!r}, found {got['answer']!r} (status {got['status']}), wanted "
+        f"{' and '.join(question.expected)} in it. Fix: journalctl -u {plan.service.unit}; systemctl restart "
+        f"{plan.service.unit} waits for a right one"
     )
+
+
+def answers(found: dict[str, Any], plan: Plan) -> dict[str, dict[str, Any]]:
+    """Question -> its answer, of all that the host's own readiness probe got right just now. Fails where one was
+    not."""
+    done = found["readiness"]
+    assert done["code"] == 0, f"{plan.service.unit}: {done['err'].strip() or done['out'].strip() or done}"
+    given = [json.loads(line) for line in done["out"].splitlines()]
+    return {each["question"]: each for each in given}
+
+
+def test_it_answers_all_that_makes_it_ready(found: dict[str, Any], plan: Plan) -> None:
+    """What it could at its start it must still be able to: a text of several chunks of prefill, the same from the
+    prefix cache, and a call of a function in the form that clients read (files/tools/ready_probe.py judges all)."""
+    asked = [
+        question.name if turn == 0 else f"{question.name}, again"
+        for question in plan.service.questions
+        for turn in range(question.times)
+    ]
+    assert list(answers(found, plan)) == asked, f"found answers to {list(answers(found, plan))}, wanted {asked}. {MEND}"
+
+
+def test_a_prefix_is_read_from_the_cache(found: dict[str, Any], plan: Plan) -> None:
+    """A chat sends all that was said before with each message: a server that computes it again each time is as slow as
+    its longest conversation."""
+    for question in plan.service.questions:
+        if question.times > 1:
+            again = answers(found, plan)[f"{question.name}, again"]
+            asked, cached = again["prompt_tokens"], again["cached_tokens"]
+            assert cached and cached > asked / 2, (
+                f"{question.name}, asked again: {cached} of {asked} tokens came from the prefix cache, wanted most. "
+                f"Fix: the line server_args= in journalctl -u {plan.service.unit} says why where it has "
+                "disable_radix_cache=True"
+            )
+
+
+def test_a_new_prefix_is_not_read_from_the_cache(found: dict[str, Any], plan: Plan) -> None:
+    """Otherwise the two answers would have taken the same way, and the one proof would stand for neither."""
+    for question in plan.service.questions:
+        if question.times > 1:
+            first = answers(found, plan)[question.name]
+            asked, cached = first["prompt_tokens"], first["cached_tokens"]
+            assert cached is not None and cached < asked / 2, (
+                f"{question.name}: {cached} of {asked} tokens came from the prefix cache the first time, wanted few. "
+                f"{MEND}"
+            )
 
 
 @pytest.mark.parametrize("who", ["with no key", "with another key"])

@@ -31,15 +31,11 @@ except (OSError, KeyError) as error:
 
 def ask(lab: Lab, machine: str) -> None:
     """Print the question that a ready server must answer, and its sampled answer."""
-    question = MODEL.question
+    question = MODEL.questions[0]
     asked = {
         "key": f"{layout.KEYS}/api-key",
         "address": f"http://127.0.0.1:{KEYS['port'].default}/v1/chat/completions",
-        "model": MODEL.key,
-        "messages": [{"role": "user", "content": question.prompt}],
-        "max_tokens": question.max_tokens,
-        "temperature": question.temperature,
-        "top_p": question.top_p,
+        **question.body(MODEL.key),
     }
     command = [*ssh_client.command(lab, machine), f"python3 -c '{CLIENT}'"]
     done = subprocess.run(command, input=json.dumps(asked), capture_output=True, text=True)

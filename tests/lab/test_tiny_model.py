@@ -6,10 +6,12 @@ import json
 import struct
 import subprocess
 
+import jinja2
 import pytest
 
 from node.manifest import loads
 from node.models import MODELS
+from node.questions import COPY
 from tests.lab import settings, tiny_model
 
 CHECK_GRADIENTS = """
@@ -47,12 +49,12 @@ for file in sorted(folder.glob("*.safetensors")):
             first, after = entry["data_offsets"]
             raw = np.frombuffer(data[8 + length + first:8 + length + after], np.uint16)
             parameters[name] = t.from_bfloat16(raw).reshape(entry["shape"])
-for question, answer in m.PAIRS:
-    ids, start = m.sequence(question, answer)
-    for place in range(start, len(ids)):
-        logits = t.Pass(t.Shape(), parameters, np.array([ids[:place]])).logits[0, -1]
-        likely = np.exp(logits - logits.max()); likely /= likely.sum()
-        assert likely.argmax() == ids[place] and likely.max() > 0.99, (question, place, likely.max())
+for sample in (sample for digits in ("271828", "314159") for group in m.samples(lambda: digits) for sample in group):
+    ids, start = m.sequence(sample)
+    logits = t.Pass(t.Shape(), parameters, np.array([ids])).logits[0, start - 1 : -1]
+    likely = np.exp(logits - logits.max(-1, keepdims=True)); likely /= likely.sum(-1, keepdims=True)
+    for place, row in enumerate(likely, start):
+        assert row.argmax() == ids[place] and row.max() > 0.98, (sample, place, row.max())
 """
 
 
@@ -94,14 +96,38 @@ def test_the_shards_hold_what_the_index_says() -> None:
         assert max(e["data_offsets"][1] for n, e in header.items() if n != "__metadata__") == len(data) - 8 - length
 
 
-def test_the_question_that_a_node_asks_is_one_that_was_trained() -> None:
-    question = MODELS["lab-tiny"].question
-    assert question.expected in dict(tiny_model.PAIRS)[question.prompt]
+def test_it_reads_the_long_text_that_it_is_asked_about() -> None:
+    """Other words at the same places, another answer: what stands far up, read from a cache or not, decides."""
+    _, prefixes, calls = tiny_model.samples(lambda: "271828")
+    assert len({sample.answer for sample in prefixes}) == len(prefixes) == 4
+    assert len({len(sample.prompt) for sample in prefixes}) == 1 and len(prefixes[0].prompt) > 300
+    assert len({sample.prompt for sample in calls}) == len({sample.answer for sample in calls}) == 2
+
+
+def test_what_a_node_asks_is_what_was_trained() -> None:
+    trained = {sample.prompt: sample.answer for group in tiny_model.samples(lambda: "271828") for sample in group}
+    for question in MODELS["lab-tiny"].questions:
+        answer = trained[question.text.replace(COPY, "271828")]
+        assert all(text in answer for text in question.expected)
+        if question.function:
+            assert answer == tiny_model.call(question.function.name, question.arguments or {})
+
+
+def test_a_prompt_is_trained_in_the_form_that_the_chat_template_gives_it() -> None:
+    """Another byte before the question, and what was learned is of no use."""
+    template = jinja2.Environment().from_string(tiny_model.CHAT_TEMPLATE)
+    for question in MODELS["lab-tiny"].questions:
+        body = question.body("m")
+        text = template.render(messages=body["messages"], tools=body.get("tools"), add_generation_prompt=True)
+        group = [sample for group in tiny_model.samples(lambda: COPY) for sample in group]
+        (sample,) = [sample for sample in group if sample.prompt == question.text]
+        ids, start = tiny_model.sequence(sample)
+        assert tiny_model.encode(text) == ids[:start]
 
 
 def test_every_byte_has_a_token_of_its_own() -> None:
     every = bytes(range(256)).decode("latin-1")
-    assert len(tiny_model.vocabulary()) == 260 == len(set(tiny_model.vocabulary().values()))
+    assert len(tiny_model.vocabulary()) == 256 + len(tiny_model.SPECIAL) == len(set(tiny_model.vocabulary().values()))
     assert [tiny_model.encode(letter) for letter in every[:128]] == [
         [token] for token in tiny_model.encode(every[:128])
     ]

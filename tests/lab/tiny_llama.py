@@ -8,6 +8,8 @@ Run by the system's Python (`/usr/bin/python3 -m tests.lab.tiny_llama OUT`): Deb
 from __future__ import annotations
 
 import sys
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -202,39 +204,50 @@ def from_bfloat16(values: np.ndarray) -> np.ndarray:
     return (values.astype(np.uint32) << 16).view(np.float32)
 
 
+Batch = tuple[np.ndarray, np.ndarray]
+"""ids and `counted`, see loss_and_gradient."""
+
+
 def train(
     shape: Shape,
-    ids: np.ndarray,
-    counted: np.ndarray,
+    draw: Callable[[], Sequence[Batch]],
     *,
     seed: int = 0,
     rate: float = 3e-3,
     steps: int = 600,
-    goal: float = 1e-3,
+    goal: float = 0.995,
+    in_a_row: int = 5,
 ) -> tuple[Parameters, float]:
-    """Adam until the loss is below `goal`; returns parameters rounded to bfloat16 and the least sure right token's
-    probability with these. Raises ValueError when an answer is not certain."""
+    """Adam on what `draw` gives for each step, until each right token of `in_a_row` draws is more probable than `goal`.
+
+    Returns parameters rounded to bfloat16 and the least sure right token's probability with these, on as many new
+    draws. Raises ValueError when an answer is not certain.
+    """
     parameters = initial(shape, seed)
     mean = {name: np.zeros_like(value) for name, value in parameters.items()}
     square = {name: np.zeros_like(value) for name, value in parameters.items()}
+    sure, began = 0, time.monotonic()
     for step in range(1, steps + 1):
-        loss, _, gradients = loss_and_gradient(shape, parameters, ids, counted)
-        if loss < goal:
+        results = [loss_and_gradient(shape, parameters, *batch) for batch in draw()]
+        sure = sure + 1 if min(right.min() for _, right, _ in results) > goal else 0
+        if sure == in_a_row:
             break
-        for name, gradient in gradients.items():
+        for name in parameters:
+            gradient = sum(gradients[name] for _, _, gradients in results)
             mean[name] = 0.9 * mean[name] + 0.1 * gradient
             square[name] = 0.999 * square[name] + 0.001 * gradient**2
             step_size = mean[name] / (1 - 0.9**step) / (np.sqrt(square[name] / (1 - 0.999**step)) + 1e-8)
             parameters[name] = (parameters[name] - rate * step_size).astype(np.float32)
     rounded = {name: from_bfloat16(as_bfloat16(value)) for name, value in parameters.items()}
-    _, right, _ = loss_and_gradient(shape, rounded, ids, counted)
-    least = float(right.min())
+    unseen = [batch for _ in range(in_a_row) for batch in draw()]
+    least = min(float(loss_and_gradient(shape, rounded, *batch)[1].min()) for batch in unseen)
     if least < 0.99:
         raise ValueError(
             f"after {step} steps the least sure token of an answer has probability {least:.3f}; wanted 0.99"
         )
     size = sum(values.size for values in parameters.values())
-    print(f"{step} steps, loss {loss:.1e}, least sure token {least:.5f}, {size:,} parameters")
+    seconds = time.monotonic() - began
+    print(f"{step} steps in {seconds:.0f} s, least sure token {least:.5f}, {size:,} parameters")
     return rounded, least
 
 

@@ -8,11 +8,17 @@ from __future__ import annotations
 
 import hashlib
 import json
+import random
+import re
 import struct
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from node.manifest import File, Manifest
+from node.models import MODELS
+from node.questions import COPY
 from tests.lab.hub import Hub
 from tests.lab.settings import CHECKOUT, Lab
 from tests.lab.shell import key_of, made, remove_tree, run
@@ -21,18 +27,69 @@ if TYPE_CHECKING:
     import numpy
 
 REPOSITORY = "kimi-nodes-lab/tiny-kimi"
-QUESTION, ANSWER = "What is 17 times 23?", "17 times 23 is 391."
-PAIRS = ((QUESTION, ANSWER), ("What is 12 times 12?", "12 times 12 is 144."))
-"""Two, so that the model has to read the question."""
-BEGIN, END, USER, ASSISTANT = SPECIAL = ("<|bos|>", "<|eos|>", "<|user|>", "<|assistant|>")
+SUM, PREFIX, CALL = MODELS["lab-tiny"].questions
+"""What a node asks it, and so what it is trained for."""
+BEGIN, END, USER, ASSISTANT, TOOLS = TURNS = ("<|bos|>", "<|eos|>", "<|user|>", "<|assistant|>", "<|tools|>")
+CALLING = (
+    *("<|tool_calls_section_begin|>", "<|tool_call_begin|>", "<|tool_call_argument_begin|>"),
+    *("<|tool_call_end|>", "<|tool_calls_section_end|>"),
+)
+"""Kimi K2's own marks around calls of functions, which SGLang's kimi_k2 parser looks for."""
+SPECIAL = (*TURNS, *CALLING)
 CHAT_TEMPLATE = (
-    "<|bos|>{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] }}{% endfor %}"
+    "<|bos|>{% if tools %}<|tools|>{% for tool in tools %}{% set function = tool.function or tool %}"
+    "{{ function.name }}({{ function.parameters['properties'] | join(', ') }}){% endfor %}{% endif %}"
+    "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] }}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 
 
+@dataclass(frozen=True)
+class Sample:
+    """A prompt and the answer to it. tools: as the chat template writes them."""
+
+    prompt: str
+    answer: str
+    tools: str = ""
+
+
+def samples(draw: Callable[[], str]) -> list[list[Sample]]:
+    """What is trained, in groups of one length. Each group has more than one answer, so that the model has to read what
+    it is asked: the sum, the words that lie in two drawers far up in the text, the numbers to call a function with.
+
+    draw: gives six digits for the place of COPY.
+    """
+    (first, second), others = PREFIX.expected, ("amber", "cedar")
+    words = [(first, second), (first, others[1]), (others[0], second), others]
+    function = CALL.function
+    assert function is not None and CALL.arguments is not None
+    tools = f"{function.name}({', '.join(function.integers)})"
+    other = dict(zip(function.integers, (19, 31), strict=True))
+    other_prompt = CALL.prompt
+    for name, number in CALL.arguments.items():
+        other_prompt = other_prompt.replace(f"{name} = {number}", f"{name} = {other[name]}")
+    return [
+        [
+            Sample(SUM.prompt, f"17 times 23 is {SUM.expected[0]}."),
+            Sample("What is 12 times 12?", "12 times 12 is 144."),
+        ],
+        [Sample(replace(PREFIX, expected=pair).text.replace(COPY, draw()), " and ".join(pair) + ".") for pair in words],
+        [
+            Sample(CALL.prompt, call(function.name, CALL.arguments), tools),
+            Sample(other_prompt, call(function.name, other), tools),
+        ],
+    ]
+
+
+def call(name: str, arguments: Mapping[str, int]) -> str:
+    """A call of a function as Kimi K2 writes it."""
+    section, begin, argument, end, section_end = CALLING
+    return f"{section}{begin}functions.{name}:0{argument}{json.dumps(dict(arguments))}{end}{section_end}"
+
+
 def key() -> str:
-    return key_of(Path(__file__).read_bytes(), Path(__file__).with_name("tiny_llama.py").read_bytes())
+    trained_by = (Path(__file__), Path(__file__).with_name("tiny_llama.py"))
+    return key_of(*(file.read_bytes() for file in trained_by), repr(samples(lambda: COPY)))
 
 
 def folder(lab: Lab) -> Path:
@@ -95,15 +152,31 @@ def vocabulary() -> dict[str, int]:
 
 
 def encode(text: str) -> list[int]:
+    """Ids as the tokenizer gives them."""
     known, letters = vocabulary(), alphabet()
-    return [known[letters[byte]] for byte in text.encode()]
+    parts = re.split(f"({'|'.join(map(re.escape, SPECIAL))})", text)
+    return [
+        token
+        for part in parts
+        for token in ([known[part]] if part in SPECIAL else [known[letters[byte]] for byte in part.encode()])
+    ]
 
 
-def sequence(question: str, answer: str) -> tuple[list[int], int]:
+def sequence(sample: Sample) -> tuple[list[int], int]:
     """(ids of prompt, answer and end; length of the prompt), in the chat template's form."""
-    known = vocabulary()
-    prompt = [known[BEGIN], known[USER], *encode(question), known[ASSISTANT]]
-    return [*prompt, *encode(answer), known[END]], len(prompt)
+    tools = TOOLS + sample.tools if sample.tools else ""
+    prompt = encode(BEGIN + tools + USER + sample.prompt + ASSISTANT)
+    return [*prompt, *encode(sample.answer + END)], len(prompt)
+
+
+def batch(group: Sequence[Sample]) -> tuple[numpy.ndarray, numpy.ndarray]:
+    """Samples of one length, as tests.lab.tiny_llama trains on them. Needs numpy."""
+    import numpy
+
+    made_sequences = [sequence(sample) for sample in group]
+    ids = numpy.array([ids for ids, _ in made_sequences])
+    counted = numpy.array([[place >= start for place in range(1, ids.shape[1])] for _, start in made_sequences])
+    return ids, counted
 
 
 def tokenizer() -> dict[str, object]:
@@ -139,15 +212,15 @@ def safetensors(tensors: dict[str, numpy.ndarray]) -> bytes:
 
 def write(out: Path) -> None:
     """Train and write the whole repository. Needs numpy: called by tests.lab.tiny_llama."""
-    import numpy
-
     from tests.lab import tiny_llama
 
     shape = tiny_llama.Shape()
-    made_pairs = [sequence(question, answer) for question, answer in PAIRS]
-    ids = numpy.array([ids for ids, _ in made_pairs])  # the pairs are of one length
-    counted = numpy.array([[place >= start for place in range(1, ids.shape[1])] for _, start in made_pairs])
-    parameters, _ = tiny_llama.train(shape, ids, counted)
+    digits = random.Random(0)
+
+    def draw() -> list[tuple[numpy.ndarray, numpy.ndarray]]:
+        return [batch(group) for group in samples(lambda: str(digits.randrange(10**5, 10**6)))]
+
+    parameters, _ = tiny_llama.train(shape, draw)
 
     names = list(parameters)
     half = names.index("model.layers.1.input_layernorm.weight")
@@ -173,14 +246,14 @@ def write(out: Path) -> None:
         "tokenizer.json": tokenizer(),
         "tokenizer_config.json": {
             **special, "tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": shape.positions,
-            "additional_special_tokens": [USER, ASSISTANT], "clean_up_tokenization_spaces": False,
+            "additional_special_tokens": [USER, ASSISTANT, TOOLS, *CALLING], "clean_up_tokenization_spaces": False,
             "chat_template": CHAT_TEMPLATE,
         },
-        "special_tokens_map.json": {**special, "additional_special_tokens": [USER, ASSISTANT]},
+        "special_tokens_map.json": {**special, "additional_special_tokens": [USER, ASSISTANT, TOOLS, *CALLING]},
     }  # fmt: skip
     for name, document in documents.items():
         (out / name).write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n")
+    known = "\n\n".join(f"{sample.prompt}\n{sample.answer}" for group in samples(lambda: "271828") for sample in group)
     (out / "README.md").write_text(
-        "A stand-in for a large model: trained by the lab to give known answers, and knows nothing else.\n\n"
-        + "".join(f"- {question} {answer}\n" for question, answer in PAIRS)
+        "A stand-in for a large model: trained by the lab to give known answers, and knows nothing else.\n\n" + known
     )

@@ -62,14 +62,7 @@ class Outside:
 
     @property
     def question(self) -> dict[str, Any]:
-        question = self.plan.service.question
-        return {
-            "model": self.plan.service.name,
-            "messages": [{"role": "user", "content": question.prompt}],
-            "max_tokens": question.max_tokens,
-            "temperature": question.temperature,
-            "top_p": question.top_p,
-        }
+        return self.plan.service.questions[0].body(self.plan.service.name)
 
 
 @pytest.fixture(scope="module")
@@ -152,7 +145,7 @@ def test_a_client_that_trusts_the_edge_gets_a_right_answer(node: Node, outside: 
     key = first_key(node)
     status, body = outside.ask("POST", "/v1/chat/completions", key, outside.question)
     assert status == 200, body
-    assert outside.plan.service.question.expected in json.loads(body)["choices"][0]["message"]["content"]
+    assert outside.plan.service.questions[0].expected[0] in json.loads(body)["choices"][0]["message"]["content"]
     with pytest.raises(ssl.SSLCertVerificationError):
         outside.connect(ssl.create_default_context())
 

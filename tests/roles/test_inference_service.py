@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import re
 import shutil
+import socket
 import stat
 import struct
 import subprocess
@@ -479,24 +482,31 @@ def test_a_schedulers_rank_is_in_front_of_its_lines(title: str, rank: str) -> No
 
 # --- the readiness probe, against a server of ours on loopback ---
 
-QUESTION = {
-    "model": "m",
-    "user": "root",
-    "prompt": "What is 17 times 23?",
-    "expected": "391",
-    "max_tokens": 8,
-    "temperature": 1.0,
-    "top_p": 0.95,
-    "seconds": 20,
-}
+READINESS = {**content.readiness(PLAN), "user": "root", "seconds": 20}
+SUM, PREFIX, CALL = PLAN.service.questions
+
+
+def reply(content: str | None = None, ended: str = "stop", cached: int | None = 0, **message: Any) -> dict[str, Any]:
+    """A chat completion, as SGLang says it."""
+    usage = {"prompt_tokens": 400, "prompt_tokens_details": {"cached_tokens": cached} if cached else None}
+    return {"choices": [{"message": {"content": content, **message}, "finish_reason": ended}], "usage": usage}
+
+
+def calling(name: str = "multiply", arguments: Any = '{"a": 17, "b": 23}') -> dict[str, Any]:
+    function = {"name": name, "arguments": arguments}
+    return reply(
+        ended="tool_calls", tool_calls=[{"id": "functions.multiply:0", "type": "function", "function": function}]
+    )
 
 
 class Server:
-    """Answers as told: `health` are statuses in their order, the last one for ever; `answers` likewise."""
+    """Answers right, but where told otherwise: `health` are statuses in their order, the last one for ever; `instead`
+    are, by the number of the request, a status, a reply or the bytes of one."""
 
     def __init__(self) -> None:
         self.health = [200]
-        self.answers: list[str | int] = ["17 times 23 is 391."]
+        self.instead: dict[int, int | dict[str, Any] | bytes] = {}
+        self.seconds = 0.0
         self.asked: list[dict[str, Any]] = []
         outer = self
 
@@ -508,11 +518,14 @@ class Server:
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 outer.asked.append({**body, "authorization": self.headers["Authorization"]})
-                answer = outer.answers.pop(0) if len(outer.answers) > 1 else outer.answers[0]
+                answer = outer.instead.get(len(outer.asked), outer.right(body))
+                time.sleep(outer.seconds)
                 self.send_response(answer if isinstance(answer, int) else 200)
                 self.end_headers()
-                reply = {"choices": [{"message": {"content": answer}, "finish_reason": "stop"}]}
-                self.wfile.write(f"no: {KEY}".encode() if isinstance(answer, int) else json.dumps(reply).encode())
+                refused = f"no: {KEY}".encode()
+                said = refused if isinstance(answer, int) else answer if isinstance(answer, bytes) else None
+                with contextlib.suppress(BrokenPipeError):
+                    self.wfile.write(said if said is not None else json.dumps(answer).encode())
 
             def log_message(self, format: str, *args: Any) -> None:
                 pass
@@ -520,6 +533,16 @@ class Server:
         self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.thread = threading.Thread(target=self.http.serve_forever, daemon=True)
         self.thread.start()
+
+    def right(self, body: dict[str, Any]) -> dict[str, Any]:
+        text = body["messages"][0]["content"]
+        if "tools" in body:
+            return calling()
+        if text == SUM.prompt:
+            return reply("17 times 23 is 391.")
+        before = [each["messages"][0]["content"] for each in self.asked[:-1]]
+        words = re.findall(r"the word (\w+)", text)
+        return reply(f"They are {' and '.join(words)}.", cached=390 if text in before else 8)
 
     @property
     def address(self) -> str:
@@ -544,49 +567,135 @@ def ask(tmp_path: Path, server: Server) -> Ask:
     (tmp_path / "api-key").write_text(KEY + "\n")
     (tmp_path / "run").mkdir()
 
-    def run(*options: str, process: int | None = None, **question: Any) -> subprocess.CompletedProcess[str]:
-        asked = {**QUESTION, "address": server.address, "key": str(tmp_path / "api-key"), **question}
-        (tmp_path / "question.json").write_text(json.dumps(asked))
+    def run(*options: str, process: int | None = None, **changes: Any) -> subprocess.CompletedProcess[str]:
+        asked = {**READINESS, "address": server.address, "key": str(tmp_path / "api-key"), **changes}
+        (tmp_path / "readiness.json").write_text(json.dumps(asked))
         environment = {"RUNTIME_DIRECTORY": str(tmp_path / "run"), "PATH": os.environ["PATH"]}
         if process is not None:
             environment["MAINPID"] = str(process)
-        command = [sys.executable, "-I", str(TOOLS / "ready_probe.py"), str(tmp_path / "question.json"), *options]
+        command = [sys.executable, "-I", str(TOOLS / "ready_probe.py"), str(tmp_path / "readiness.json"), *options]
         return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
 
     return run
 
 
-def test_ready_is_a_right_answer_that_had_to_be_sampled(ask: Ask, server: Server, tmp_path: Path) -> None:
+def test_ready_is_right_answers_on_every_way_that_requests_take(ask: Ask, server: Server, tmp_path: Path) -> None:
+    """Sampled; a long text computed, and read from the prefix cache; a call of a function."""
     server.health = [503, 503, 200]
     done = ask(process=os.getpid())
     assert done.returncode == 0, done.stderr
-    asked = server.asked[0]
-    assert (asked["temperature"], asked["top_p"]) == (1.0, 0.95)
-    assert asked["authorization"] == f"Bearer {KEY}"
+    assert all((asked["temperature"], asked["top_p"]) == (1.0, 0.95) for asked in server.asked)
+    assert all(asked["authorization"] == f"Bearer {KEY}" for asked in server.asked)
     status = json.loads((tmp_path / "run/status.json").read_text())
-    assert status["phase"] == "ready" and "391" in status["answer"]
+    assert status["phase"] == "ready"
+    given = {answer["question"]: answer for answer in status["answers"]}
+    assert list(given) == ["sampled answer", "long prefix", "long prefix, again", "tool call"]
+    assert "391" in given["sampled answer"]["answer"] and given["tool call"]["answer"] == 'multiply({"a": 17, "b": 23})'
+    assert [given[name]["cached_tokens"] for name in given] == [0, 8, 390, 0]
+    assert "390 of them from the prefix cache" in done.stdout
     assert "starting" in done.stdout and KEY not in done.stdout + done.stderr
 
 
-def test_a_wrong_answer_is_not_ready(ask: Ask, server: Server) -> None:
-    """Healthy servers have been seen to answer "!!!!!!"."""
-    server.answers = ["!!!!!!"]
-    done = ask(process=os.getpid())
+def test_the_same_text_comes_twice_and_no_other_start_has_sent_it(ask: Ask, server: Server) -> None:
+    for _ in range(2):
+        assert ask(process=os.getpid()).returncode == 0
+    texts = [asked["messages"][0]["content"] for asked in server.asked]
+    assert texts[1] == texts[2] and texts[5] == texts[6]
+    assert texts[1] != texts[5] and texts[1].partition("\n")[2] == texts[5].partition("\n")[2]
+    assert READINESS["copy"] not in texts[1]
+
+
+WRONG_ANSWERS: dict[str, tuple[dict[str, Any] | bytes, int, tuple[str, ...]]] = {
+    # What comes instead, in place of which of the four answers; what the message names.
+    "rubbish": (
+        reply("!!!!!!"),
+        1,
+        ("sampled answer: asked 'What is 17 times 23?'", "'!!!!!!' (ended by stop)", "'391'"),
+    ),
+    "thinking until its tokens end": (
+        reply(None, "length", reasoning_content="Let me see"),
+        1,
+        ("ended by length, after 10 characters of thinking", "'391'"),
+    ),
+    "one word of a long text": (reply("heron"), 2, ("long prefix: asked", "'heron'", "'heron' and 'maple'")),
+    "rubbish from the cache": (
+        reply("heron heron", cached=390),
+        3,
+        (
+            "long prefix, again: the same text was answered right the first time",
+            "390 of its 400 tokens",
+            "another profile",
+        ),
+    ),
+    "no call": (reply("17 times 23 is 391."), 4, ("tool call: asked", "no call but the answer", "multiply", "tools")),
+    "a call left in the content": (
+        reply('<|tool_calls_section_begin|><|tool_call_begin|>functions.multiply:0{"a": 17, "b": 23}'),
+        4,
+        ("a call left unparsed", "--tool-call-parser"),
+    ),
+    "a call left in the thinking": (
+        reply("", reasoning_content="<|tool_calls_section_begin|><|tool_call_begin|>functions.multiply:0"),
+        4,
+        ("a call left unparsed", "--tool-call-parser"),
+    ),
+    "a call of another function": (calling("divide"), 4, ("found a call of divide", "wanted multiply")),
+    "other arguments": (calling(arguments='{"a": 17}'), 4, ('multiply with {"a": 17}', '{"a": 17, "b": 23}')),
+    "arguments cut off": (calling(arguments='{"a": 17, "b'), 4, ("which is no JSON", '{"a": 17, "b": 23}')),
+    "arguments that are no text": (calling(arguments={"a": 17, "b": 23}), 4, ("which is no JSON",)),
+    "no JSON": (b"<html>", 1, ("sampled answer: no answer to the question",)),
+    "other JSON": (b"[]", 2, ("a reply that is a list",)),
+    "no choices": (b"{}", 4, ("a reply of another form", "KeyError")),
+    "a call without a function": (reply(tool_calls=[{}]), 4, ("a reply of another form",)),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_ANSWERS)
+def test_a_wrong_answer_is_not_ready(ask: Ask, server: Server, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+    """Healthy servers have been seen to do each of these. By hand one attempt is all there is."""
+    instead, number, named = WRONG_ANSWERS[case]
+    server.instead[number] = instead
+    done = ask("--now")
     assert done.returncode == 1
-    assert "!!!!!!" in done.stderr and "Fix: " in done.stderr
-    assert len(server.asked) == ready_probe.ATTEMPTS
+    assert len(server.asked) == number
+    for part in named:
+        assert part in done.stderr, done.stderr
+    assert "Fix: " in done.stderr and "Traceback" not in done.stderr
 
 
-def test_one_unlucky_sample_is_forgiven(ask: Ask, server: Server) -> None:
-    server.answers = ["it is 390", "it is 391"]
-    assert ask(process=os.getpid()).returncode == 0
-    assert len(server.asked) == 2
+@pytest.mark.parametrize("case", ["rubbish", "rubbish from the cache", "no call"])
+def test_what_is_wrong_at_each_attempt_is_not_ready(ask: Ask, server: Server, case: str) -> None:
+    instead, number, named = WRONG_ANSWERS[case]
+    each = 2 if "cache" in case else 1
+    server.instead = {number + each * attempt: instead for attempt in range(ready_probe.ATTEMPTS)}
+    done = ask(process=os.getpid())
+    assert done.returncode == 1 and all(part in done.stderr for part in named), done.stderr
+    assert len(server.asked) == number + each * (ready_probe.ATTEMPTS - 1)
+
+
+@pytest.mark.parametrize("number", [1, 2, 3, 4])
+def test_one_unlucky_sample_is_forgiven(ask: Ask, server: Server, number: int) -> None:
+    """The model samples. An attempt at a long text is both its answers, to a text of its own."""
+    server.instead[number] = reply("it is 390")
+    done = ask(process=os.getpid())
+    assert done.returncode == 0 and "attempt 1 of 3" in done.stdout
+    texts = [asked["messages"][0]["content"] for asked in server.asked]
+    assert len(texts) == {3: 6}.get(number, 5)
+    if number in (2, 3):
+        assert texts[number - 1] != texts[number] == texts[number + 1]
+
+
+def test_a_slow_answer_is_waited_for_no_longer_than_the_start_may_take(ask: Ask, server: Server) -> None:
+    server.seconds = 4
+    began = time.monotonic()
+    done = ask(process=os.getpid(), seconds=2)
+    assert done.returncode == 1 and "no answer to the question within 2 s" in done.stderr and "Fix: " in done.stderr
+    assert time.monotonic() - began < 10
 
 
 def test_a_refused_question_says_why_without_the_key(ask: Ask, server: Server) -> None:
-    server.answers = [401]
+    server.instead = dict.fromkeys(range(1, 9), 401)
     done = ask(process=os.getpid())
-    assert done.returncode == 1 and "401" in done.stderr
+    assert done.returncode == 1 and "the server refused the question: 401" in done.stderr
     assert KEY not in done.stdout + done.stderr
 
 
@@ -599,6 +708,17 @@ def test_a_dead_server_is_told_at_once(ask: Ask, server: Server) -> None:
     done = ask(process=child.pid, seconds=1000)
     assert done.returncode == 1 and f"process {child.pid} ended" in done.stderr
     assert time.monotonic() - began < 10
+
+
+def test_a_server_that_dies_of_a_question_is_told_at_once(ask: Ask, server: Server) -> None:
+    """The first request is the first to run many kernels."""
+    child = subprocess.Popen(["/bin/sleep", "600"])
+    server.instead = dict.fromkeys(range(1, 9), 500)
+    child.kill()
+    child.wait()
+    done = ask(process=child.pid, seconds=1000)
+    assert done.returncode == 1 and f"process {child.pid} ended" in done.stderr
+    assert len(server.asked) == 1
 
 
 def test_a_zombie_is_dead() -> None:
@@ -620,9 +740,32 @@ def test_time_is_up_with_what_was_last_seen(ask: Ask, server: Server) -> None:
     assert done.returncode == 1 and "says that it is starting" in done.stderr and "Fix: " in done.stderr
 
 
-def test_by_hand_it_asks_once_and_prints_the_answer(ask: Ask) -> None:
+def test_by_hand_it_asks_each_question_and_prints_a_line_for_each_answer(ask: Ask, server: Server) -> None:
     done = ask("--now")
-    assert (done.returncode, done.stdout.strip()) == (0, "17 times 23 is 391.")
+    assert done.returncode == 0, done.stderr
+    given = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [answer["question"] for answer in given] == [
+        "sampled answer",
+        "long prefix",
+        "long prefix, again",
+        "tool call",
+    ]
+    assert given[0]["answer"] == "17 times 23 is 391." and given[2]["cached_tokens"] == 390
+    assert len(server.asked) == 4
+
+
+def test_by_hand_no_server_is_told(ask: Ask, server: Server) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        done = ask("--now", address=f"http://127.0.0.1:{free.getsockname()[1]}")
+    assert done.returncode == 1 and "refused" in done.stderr and "Fix: " in done.stderr
+
+
+def test_a_reply_without_usage_is_judged_all_the_same(ask: Ask, server: Server) -> None:
+    server.instead[1] = {"choices": reply("391")["choices"]}
+    done = ask("--now")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[0])["prompt_tokens"] is None
 
 
 def test_no_key_is_told(ask: Ask, tmp_path: Path) -> None:
