@@ -15,6 +15,8 @@ from pyinfra.api.command import PyinfraCommand
 from pyinfra.api.exceptions import PyinfraError
 from pyinfra.api.output import format_text
 
+from kit import command
+
 if TYPE_CHECKING:
     from pyinfra.api.host import Host
     from pyinfra.api.state import State
@@ -39,6 +41,14 @@ def refuse(problems: Iterable[object] | object) -> None:
     refusal = Refusal(problems)
     if refusal.problems:
         raise refusal
+
+
+def warn(problems: Iterable[object]) -> None:
+    """Print problems that are no reason to refuse this host, one a line; pyinfra counts them at its prompt."""
+    current = command.host()
+    for line in Refusal(problems).lines():
+        current.state.increment_warning_counter()
+        logger.warning(f"{current.print_prefix}{format_text('Warning: ', 'yellow')}{line}")
 
 
 def is_refused(host: Host) -> bool:

@@ -963,6 +963,14 @@ def _driver_problems(found: Hardware, floor: str | None) -> list[Problem]:
     return []
 
 
+def driver_advice(found: Hardware, recommended: str) -> list[Problem]:
+    """A driver that works and is older than the one recommended: a reason to warn of, not to refuse."""
+    if found.driver is None or version_key(found.driver) >= version_key(recommended):
+        return []
+    fix = f"upgrade the driver to {recommended} or newer (on Blackwell package nvidia-open) when a reboot suits"
+    return [Problem("driver", found.driver, f"NVIDIA driver {recommended} or newer, which the toolkit came with", fix)]
+
+
 def _count_problems(found: Hardware, declared: Hardware) -> list[Problem]:
     answering = {gpu.bus_id for gpu in found.gpus}
     silent = list(found.lost)

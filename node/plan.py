@@ -129,6 +129,11 @@ class Plan:
         return distributions(self.lock, self.system.python)
 
     @property
+    def warnings(self) -> list[Problem]:
+        """What is short of good on the host and no reason to refuse it."""
+        return hardware_module.driver_advice(self.hardware, self.release.driver_recommended)
+
+    @property
     def service_paths(self) -> ServicePaths:
         return ServicePaths(self.profile.name)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from kit.command import host as current_host
 from kit.inventory import host_neighbours, node_data
-from kit.refusal import refuse
+from kit.refusal import refuse, warn
 from kit.role import role
 from node import hardware, inventory, plan, systems
 from node.hardware import QUERY_FIELDS
@@ -19,7 +19,8 @@ from roles.preflight.facts import HostFacts
 
 @role("Preflight")
 def check() -> Plan | None:
-    """The Plan of the current host. Raises Refusal with all Problems of its inventory, system and hardware."""
+    """The Plan of the current host, after its warnings. Raises Refusal with all Problems of its inventory, system and
+    hardware."""
     host = current_host()
     data = node_data(host)
     refuse(inventory.read(data)[1])  # an inventory that says nothing right is no reason to ask the host
@@ -30,6 +31,7 @@ def check() -> Plan | None:
     made = plan.make(host.name, data, read_file, observed, neighbours=neighbours)
     refuse(problems + (made if isinstance(made, list) else []))
     assert isinstance(made, Plan)
+    warn(made.warnings)
     return made
 
 

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from kit.program import probe_command
-from node.hardware import QUERY_FIELDS, parse_lspci
+from node.hardware import QUERY_FIELDS, expected, parse_lspci
+from node.manifest import File, Manifest
+from node.models import MODELS
+from node.plan import Observed
+from node.problems import Problem
+from node.render import read_file
+from node.systems import SYSTEMS
+from roles.preflight import deploy
 from roles.preflight import probe as probe_module
 from roles.preflight.deploy import host_problems, observe
 from roles.preflight.facts import HostFacts
@@ -33,6 +42,7 @@ def test_the_probe_runs_whole_on_a_host() -> None:
     assert found["weights_file_system"]
 
 
+MANIFEST = Manifest(MODELS["lab-tiny"].repository, "b" * 40, (File("config.json", 10, "a" * 64),))
 GOOD: dict[str, Any] = {"uid": 0, "systemd": True, "weights_file_system": "ext4"}
 
 
@@ -52,6 +62,28 @@ def test_a_fit_host_has_no_problems() -> None:
 def test_what_makes_a_host_unfit_is_said_with_its_fix(state: dict[str, Any], named: str) -> None:
     (problem,) = host_problems(GOOD | state)
     assert named in str(problem) and "Fix: " in str(problem)
+
+
+@pytest.mark.parametrize(("driver", "count"), [("580.65.06", 1), ("580.95.05", 0), ("595.58.03", 0)])
+def test_an_old_driver_that_works_is_warned_of_and_not_refused(
+    driver: str, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = dataclasses.replace(expected("rtx-pro-6000-blackwell-server", 8), driver=driver)
+    data = {"gpu": "rtx-pro-6000-blackwell-server", "gpu_count": 8, "weights_directory": "/w", "model": "lab-tiny"}
+    warned: list[Problem] = []
+    for name, stand_in in {
+        "current_host": lambda: SimpleNamespace(name="gpu-1"),
+        "node_data": lambda host: {**data, "profile": "cpu", "revision": "b" * 40, "manifest": "m"},
+        "host_neighbours": lambda host: [],
+        "observe": lambda found: Observed(SYSTEMS[0].as_system(), machine),
+        "read_file": lambda path: MANIFEST.dumps().encode() if path == "m" else read_file(path),
+        "warn": warned.extend,
+    }.items():
+        monkeypatch.setattr(deploy, name, stand_in)
+    monkeypatch.setattr(HostFacts, "read", lambda **arguments: GOOD)
+    plan = deploy.check.__wrapped__()  # type: ignore[attr-defined]
+    assert plan.host == "gpu-1" and warned == plan.warnings
+    assert [f"found {driver}" in str(one) and "Fix: upgrade the driver" in str(one) for one in warned] == [True] * count
 
 
 def test_sysfs_stands_in_for_lspci(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from kit.refusal import Refusal, refuse
 
 ROLES = """
 from kit.command import host
-from kit.refusal import Refusal, refuse
+from kit.refusal import Refusal, refuse, warn
 from kit.role import operation, role
 
 
@@ -29,6 +29,7 @@ def first(folder):
     data = host().data
     name = host().name.strip("@").replace("/", "-")
     refuse(data.get("problems", []))
+    warn(data.get("warnings", []))
     if data.get("broken"):
         raise KeyError("nobody thought of this")
     touch(path=f"{folder}/{name}-first", refused=data.get("late"), unexpected=data.get("late_broken", False))
@@ -136,6 +137,14 @@ def test_without_problems_all_hosts_go_through_all_roles_and_exit_0(project: Pro
         "local-first",
         "local-second",
     ]
+
+
+def test_a_warning_is_told_once_and_refuses_nothing(project: Project) -> None:
+    done = project.run("-y", inventory=inventory(project, warnings=PROBLEMS))
+    assert done.code == 0, done.text
+    lines = [line.strip() for line in done.err.splitlines() if "Warning" in line]
+    assert lines == [f"[@fake/bad]  Warning: {problem}" for problem in PROBLEMS]
+    assert done.err.count("[@fake/bad]  Success") == 3
 
 
 def test_a_problem_of_several_lines_is_printed_as_one() -> None:
