@@ -8,29 +8,14 @@ import ssl
 from pathlib import Path
 from typing import Any
 
-import jinja2
-
-from kit import files
+from kit import files, templates
 from node import layout
 from node.edge import PACKAGE, Edge, client_keys, client_keys_text
 from node.plan import Service
 
-TEMPLATES = Path(__file__).resolve().parents[2] / "templates"
 CADDY = "/usr/bin/caddy"
 UNIT_FILE = f"{layout.UNITS}/{layout.EDGE_UNIT}"
 SECRETS = (layout.EDGE_CLIENTS, layout.EDGE_UPSTREAM)  # written on the host, out of keys that never leave it
-
-
-@functools.cache
-def _templates() -> jinja2.Environment:
-    return jinja2.Environment(
-        loader=jinja2.FileSystemLoader(TEMPLATES),
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-        autoescape=False,
-    )
 
 
 def render(name: str, edge: Edge, service: Service, **other: str) -> str:
@@ -50,7 +35,7 @@ def render(name: str, edge: Edge, service: Service, **other: str) -> str:
         "runtime": layout.EDGE_RUNTIME,
         "program": CADDY,
     }
-    return _templates().get_template(name).render({**values, **other})
+    return templates.render(name, {**values, **other})
 
 
 def wanted(edge: Edge, service: Service) -> list[files.Item]:

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 import json
-from pathlib import Path
 from typing import Any
 
-import jinja2
-
-from kit import files
+from kit import files, templates
 from node import layout, systemd
 from node.patches import Patch
 from node.plan import Plan
 from node.profiles import PROFILES
 from node.questions import COPY, Question
 
-TEMPLATES = Path(__file__).resolve().parents[2] / "templates"
 STARTS = 3  # within the time of as many of the longest starts; then systemd gives up
 RESTART_AND_STOP_SECONDS = 150  # RestartSec= and TimeoutStopSec= of the unit
 DECIDE_WHAT_IS_COMPILED = ("CUDA_HOME", "FLASHINFER_WORKSPACE_BASE", "FLASHINFER_CUDA_ARCH_LIST")
@@ -38,42 +33,25 @@ FIREWALL_SEEN = {
 """A command that tells the firewall's file and rules, and what it said when they were loaded."""
 
 
-@functools.cache
-def _templates() -> jinja2.Environment:
-    made = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(TEMPLATES),
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-        autoescape=False,
-    )
-    made.filters["command_line"] = systemd.command_line
-    return made
-
-
 def render(name: str, plan: Plan) -> str:
     """A template, for a Plan. Raises jinja2.UndefinedError for a name in it that means nothing."""
-    return (
-        _templates()
-        .get_template(name)
-        .render(
-            plan=plan,
-            paths=plan.service_paths,
-            snapshots=[part.paths.snapshot for part in plan.weights],
-            user=layout.SERVICE_USER,
-            tools=layout.TOOLS,
-            api_key=layout.API_KEY,
-            api_key_configuration=layout.API_KEY_CONFIGURATION,
-            firewall=layout.FIREWALL,
-            firewall_unit=layout.FIREWALL_UNIT,
-            firewall_table=layout.FIREWALL_TABLE,
-            firewall_loaded=layout.FIREWALL_LOADED,
-            remember=systemd.command_line(["/bin/sh", "-c", f"{FIREWALL_SEEN['listed']} > {layout.FIREWALL_LOADED}"]),
-            not_public=NOT_PUBLIC,
-            start_limit_seconds=STARTS * longest_start(plan),
-        )
-    )
+    values = {
+        "plan": plan,
+        "paths": plan.service_paths,
+        "snapshots": [part.paths.snapshot for part in plan.weights],
+        "user": layout.SERVICE_USER,
+        "tools": layout.TOOLS,
+        "api_key": layout.API_KEY,
+        "api_key_configuration": layout.API_KEY_CONFIGURATION,
+        "firewall": layout.FIREWALL,
+        "firewall_unit": layout.FIREWALL_UNIT,
+        "firewall_table": layout.FIREWALL_TABLE,
+        "firewall_loaded": layout.FIREWALL_LOADED,
+        "remember": systemd.command_line(["/bin/sh", "-c", f"{FIREWALL_SEEN['listed']} > {layout.FIREWALL_LOADED}"]),
+        "not_public": NOT_PUBLIC,
+        "start_limit_seconds": STARTS * longest_start(plan),
+    }
+    return templates.render(name, values, filters=[systemd.command_line])
 
 
 def wanted(plan: Plan) -> list[files.Item]:

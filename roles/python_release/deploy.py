@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
-import jinja2
-
+from kit import templates
 from kit.role import role
 from node import layout
 from node.layout import ReleasePaths
 from node.plan import Plan
 from roles.python_release.operations import build, make_current
-
-TEMPLATE = Path(__file__).resolve().parents[2] / "templates" / "kimi-release@.service.j2"
 
 
 @role("Python release")
@@ -69,14 +65,10 @@ def request(plan: Plan) -> dict[str, Any]:
 
 def unit_text() -> str:
     """The unit that builds any release: its instance is the digest."""
-    template = jinja2.Template(
-        TEMPLATE.read_text(encoding="utf-8"), undefined=jinja2.StrictUndefined, keep_trailing_newline=True
-    )
-    return str(
-        template.render(
-            python="/usr/bin/python3",
-            program=f"{layout.TOOLS}/release_builder.py",
-            request=ReleasePaths("%i").build_request,
-            machine_environment=layout.MACHINE_ENVIRONMENT,
-        )
-    )
+    values = {
+        "python": "/usr/bin/python3",
+        "program": f"{layout.TOOLS}/release_builder.py",
+        "request": ReleasePaths("%i").build_request,
+        "machine_environment": layout.MACHINE_ENVIRONMENT,
+    }
+    return templates.render("kimi-release@.service.j2", values)

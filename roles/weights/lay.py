@@ -6,11 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-import jinja2
-
 from files.tools.weights.commands import CREDENTIAL
 from files.tools.weights.errors import PERMANENT
-from kit import files
+from kit import files, templates
 from node import layout
 from node import sharing as between_nodes
 from node.plan import Plan, Weights
@@ -18,7 +16,6 @@ from node.sharing import Sharing
 
 ROOT = Path(__file__).resolve().parents[2]
 PARTS = ROOT / "files" / "tools" / "weights"
-TEMPLATES = ROOT / "templates"
 
 UNIT_PREFIX = "kimi-weights-"
 WATCHDOG_SECONDS = 300  # without a byte fetched or hashed
@@ -104,20 +101,9 @@ def shared(plan: Plan) -> list[files.Item]:
     return [
         files.Directory(layout.SHARING_TABLES, **own),
         files.File(layout.SHARING, json.dumps(told, indent=1) + "\n"),
-        files.File(layout.SHARING_FIREWALL, render("kimi-share.nft.j2", **names)),
-        files.File(SHARING_UNIT_FILE, render("kimi-share.service.j2", **names)),
+        files.File(layout.SHARING_FIREWALL, templates.render("kimi-share.nft.j2", names)),
+        files.File(SHARING_UNIT_FILE, templates.render("kimi-share.service.j2", names)),
     ]
-
-
-def render(name: str, **names: Any) -> str:
-    template = jinja2.Template(
-        (TEMPLATES / name).read_text(encoding="utf-8"),
-        undefined=jinja2.StrictUndefined,
-        keep_trailing_newline=True,
-        trim_blocks=True,
-    )
-    text: str = template.render(**names)
-    return text
 
 
 def parent(path: str) -> str:
@@ -148,19 +134,19 @@ def configuration(weights: Weights, sharing: Sharing | None = None) -> str:
 
 def unit(weights: Weights, sharing: Sharing | None = None) -> str:
     """The unit that fetches this repository."""
-    return render(
-        "kimi-weights.service.j2",
-        sharer=layout.SHARING_UNIT if sharing else "",
-        repository=weights.manifest.repository,
-        revision=weights.manifest.revision,
-        directory=weights.paths.directory,
-        configuration=weights.paths.configuration,
-        agent=layout.WEIGHTS_AGENT,
-        user=layout.WEIGHTS_USER,
-        credential=CREDENTIAL,
-        token_file=layout.HUB_TOKEN if weights.hub_token_file else "",
-        machine_environment=layout.MACHINE_ENVIRONMENT,
-        permanent=PERMANENT,
-        watchdog_seconds=WATCHDOG_SECONDS,
-        writable=[weights.paths.directory, layout.WEIGHTS_STATE],
-    )
+    values = {
+        "sharer": layout.SHARING_UNIT if sharing else "",
+        "repository": weights.manifest.repository,
+        "revision": weights.manifest.revision,
+        "directory": weights.paths.directory,
+        "configuration": weights.paths.configuration,
+        "agent": layout.WEIGHTS_AGENT,
+        "user": layout.WEIGHTS_USER,
+        "credential": CREDENTIAL,
+        "token_file": layout.HUB_TOKEN if weights.hub_token_file else "",
+        "machine_environment": layout.MACHINE_ENVIRONMENT,
+        "permanent": PERMANENT,
+        "watchdog_seconds": WATCHDOG_SECONDS,
+        "writable": [weights.paths.directory, layout.WEIGHTS_STATE],
+    }
+    return templates.render("kimi-weights.service.j2", values)
