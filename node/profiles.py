@@ -34,8 +34,13 @@ class Profile:
     environment: Mapping[str, str] = field(default_factory=dict)
 
     @property
+    def ranks(self) -> int:
+        """Schedulers, each a process: one a GPU where there are any."""
+        return self.tensor_parallel * self.pipeline_parallel
+
+    @property
     def gpus(self) -> int:
-        return self.tensor_parallel * self.pipeline_parallel if self.device == "cuda" else 0
+        return self.ranks if self.device == "cuda" else 0
 
 
 def _with_eager(profile: Profile) -> tuple[Profile, Profile]:
@@ -72,7 +77,18 @@ _CPU = Profile(
     environment={"SGLANG_USE_CPU_ENGINE": "1"},
 )
 
-PROFILES = {profile.name: profile for pair in map(_with_eager, _GRAPHS) for profile in pair} | {_CPU.name: _CPU}
+_CPU_TWO_STAGES = replace(
+    _CPU,
+    name="cpu-two-stages",
+    what="cpu, with half of the layers in each of two processes",
+    pipeline_parallel=2,
+    # SGLang would make NCCL's communicator between the stages, found or not wanted, and that takes CUDA devices.
+    environment={**_CPU.environment, "SGLANG_NCCL_SO_PATH": "/nonexistent/libnccl.so"},
+)
+
+PROFILES = {profile.name: profile for pair in map(_with_eager, _GRAPHS) for profile in pair} | {
+    profile.name: profile for profile in (_CPU, _CPU_TWO_STAGES)
+}
 
 
 @dataclass(frozen=True)

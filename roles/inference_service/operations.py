@@ -126,6 +126,8 @@ def serve(
     if starts:
         for reason in reasons:
             host().log(f"{paths.unit}: {reason}")
+        for other in old:
+            host().log(f"{other.unit} makes way for {paths.unit}; to go back: --data profile={other.profile}")
         units_of_old = [other.unit for other in old if found["files"][other.unit_file] is not None]
         yield from starting.start(paths.unit, [*units_of_old, *([paths.unit] if running else [])], units_of_old)
     elif unit["UnitFileState"] != "enabled":

@@ -159,7 +159,7 @@ def test_the_running_schedulers_have_the_patches(found: dict[str, Any], plan: Pl
     schedulers = [
         process for process in found["processes"] if process["arguments"][:1] and SCHEDULER in process["arguments"][0]
     ]
-    wanted_count = max(1, plan.profile.gpus)
+    wanted_count = plan.profile.ranks
     assert len(schedulers) == wanted_count, (
         f"{plan.service.unit} has {len(schedulers)} schedulers, wanted {wanted_count}. "
         f"Fix: journalctl -u {plan.service.unit}"

@@ -70,11 +70,13 @@ class Node:
         unchanged = tuple(operation["name"] for operation in operations if operation["no_change"])
         return Deployed(done.returncode, done.stdout + done.stderr, changed, unchanged)
 
-    def verify(self, *files: str) -> Verified:
-        """pytest tests/host --inventory inventory/lab.py, all of it or only some roles' files."""
+    def verify(self, *files: str, data: tuple[str, ...] = ()) -> Verified:
+        """pytest tests/host --inventory inventory/lab.py --data ..., all of it or only some roles' files."""
         paths = [f"tests/host/test_{name}.py" for name in files] or ["tests/host"]
         command = [sys.executable, "-m", "pytest", "-q", "-rfE", "-p", "no:cacheprovider", *paths]
         command += ["--inventory", INVENTORY, "--limit", self.name]
+        for item in data:
+            command += ["--data", item]
         done = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, check=False)
         failed = tuple(
             line.split()[1].removeprefix("tests/host/")

@@ -55,7 +55,7 @@ def planned(profile: str = "tp8", **data: Any) -> Plan:
         "gpu_count": 8,
         "weights_directory": "/srv/weights",
         "profile": profile,
-        **({"model": "lab-tiny", "revision": "e" * 40} if profile == "cpu" else {}),
+        **({"model": "lab-tiny", "revision": "e" * 40} if PROFILES[profile].device == "cpu" else {}),
         **({"drafter_revision": "e" * 40} if "dflash" in profile else {}),
         **data,
     }

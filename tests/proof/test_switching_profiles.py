@@ -1,0 +1,123 @@
+"""From one profile to another with one value, on a real systemd: what fails ends, what served before can come back, and
+what is switched to serves alone.
+
+The tests run in this order on one machine, each beginning where the one before it ended. They come last: the machine is
+left with the other profile.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from node import layout
+from node.layout import ServicePaths
+from tests.proof.conftest import Node, lab
+
+OLD, NEW = ServicePaths("cpu"), ServicePaths("cpu-two-stages")
+SWITCH = f"profile={NEW.profile}"
+STARTS = 3  # of the unit's start limit
+CRASH = "weights refuse to be loaded"
+# A server that dies while it loads. RestartSec= is 30 in the unit; the limit is the same without the pauses.
+DROP_IN = f"""[Service]
+ExecStart=
+ExecStart=/bin/sh -c "sleep 3; echo '{CRASH}' >&2; exit 1"
+RestartSec=1
+"""
+AT_ONCE = 120  # seconds that the deploy may take: the start timeout is 900
+SEGMENTS = ("nccl-AbCdEf", "psm_12ab34cd", "sem.mp-xyz", "torch_77_1", "sgl_shm_broadcast_77_ab")
+
+
+@pytest.fixture(scope="module")
+def node(deployed: Node) -> Iterator[Node]:
+    deployed.ssh("journalctl --quiet --rotate --vacuum-time=1s")
+    yield deployed
+    deployed.ssh(f"rm -rf /run/systemd/system/{NEW.unit}.d /dev/shm/psm_of_another; systemctl daemon-reload")
+
+
+def state(node: Node, unit: str) -> dict[str, str]:
+    shown = node.ssh(f"systemctl show --property=ActiveState,Result,UnitFileState -- {unit}")
+    return dict(line.split("=", 1) for line in shown.splitlines())
+
+
+def running(node: Node) -> str:
+    """Units of servers that serve or try to, a line each."""
+    states = "--state=active,activating,reloading"
+    return node.ssh(f"systemctl list-units 'sglang-*' {states} --no-legend --plain | cut -d' ' -f1")
+
+
+def crashes(node: Node) -> int:
+    said = node.ssh(f"journalctl --no-pager --output=cat --boot --unit={NEW.unit}")
+    return said.splitlines().count(CRASH)
+
+
+def test_a_server_that_dies_while_it_loads_fails_the_deploy_at_once(node: Node) -> None:
+    """Not after the start timeout; with its own last words, with what was stopped for it, and how to go back."""
+    assert running(node) == OLD.unit
+    folder = f"/run/systemd/system/{NEW.unit}.d"
+    node.ssh(f"mkdir -p {folder}; cat > {folder}/crash.conf <<'END'\n{DROP_IN}END\nsystemctl daemon-reload")
+    began = time.monotonic()
+    deployed = node.deploy(SWITCH)
+    assert deployed.code == 1, deployed.output
+    assert CRASH in deployed.output and f"{NEW.unit} did not start" in deployed.output and "Fix: " in deployed.output
+    assert f"to go back: --data profile={OLD.profile}" in deployed.output
+    assert time.monotonic() - began < AT_ONCE
+
+
+def test_a_crash_loop_ends_at_the_limit(node: Node) -> None:
+    until = time.monotonic() + 120
+    while state(node, NEW.unit)["ActiveState"] != "failed" and time.monotonic() < until:
+        time.sleep(1)
+    time.sleep(5)  # it would start again after one
+    ended = state(node, NEW.unit)
+    assert ended["ActiveState"] == "failed", ended
+    assert crashes(node) == STARTS
+    assert "Start request repeated too quickly" in node.ssh(f"journalctl --boot --no-pager --unit={NEW.unit}")
+
+
+def test_after_a_failed_switch_nothing_serves_and_nothing_competes(node: Node) -> None:
+    """The old one is stopped and would not come back at a boot to fight for the GPUs; it is not removed yet."""
+    assert running(node) == ""
+    old = state(node, OLD.unit)
+    assert (old["ActiveState"], old["UnitFileState"]) == ("inactive", "disabled")
+
+
+def test_one_value_brings_back_what_served_before(node: Node) -> None:
+    """And a start takes away what a killed predecessor left in memory, whatever its name, and nothing of others."""
+    for name in SEGMENTS:
+        node.ssh(f"echo left > /dev/shm/{name}; chown {layout.SERVICE_USER}: /dev/shm/{name}")
+    node.ssh("echo precious > /dev/shm/psm_of_another; chown nobody: /dev/shm/psm_of_another")
+    deployed = node.deploy()
+    assert deployed.code == 0, deployed.output
+    assert running(node) == OLD.unit and state(node, OLD.unit)["UnitFileState"] == "enabled"
+    assert "391" in lab("ask", node.name)
+    assert node.ssh(f"ls {' '.join(NEW.files)} 2>/dev/null", check=False) == ""
+    left = node.ssh("ls /dev/shm").split()
+    assert not set(left) & set(SEGMENTS) and "psm_of_another" in left, left
+
+
+def test_a_switch_stops_the_one_before_it_starts_the_other(node: Node) -> None:
+    before = state(node, OLD.unit)
+    assert before["ActiveState"] == "active"
+    node.ssh(f"rm -r /run/systemd/system/{NEW.unit}.d; systemctl daemon-reload")
+    deployed = node.deploy(SWITCH)
+    assert deployed.code == 0, deployed.output
+    assert running(node) == NEW.unit and state(node, NEW.unit)["UnitFileState"] == "enabled"
+    assert "391" in lab("ask", node.name)
+    assert node.ssh(f"ls {' '.join(OLD.files)} 2>/dev/null", check=False) == ""
+    said = node.ssh("journalctl --boot --output=short-monotonic --no-pager _PID=1").splitlines()
+    stopped = [number for number, line in enumerate(said) if f"Stopped {OLD.unit}" in line]
+    started = [number for number, line in enumerate(said) if f"Starting {NEW.unit}" in line]
+    assert stopped[-1] < started[-1], said[-20:]
+
+
+def test_what_was_switched_to_is_as_planned_in_every_process(node: Node) -> None:
+    """Two stages, each its own scheduler, with the patches: the verify suite, told of the same value."""
+    titles = node.ssh("ps -eo args | grep ^sglang::scheduler | sort").splitlines()
+    assert [title.split("_")[1].strip() for title in titles] == ["PP0", "PP1"], titles
+    verified = node.verify("inference_service", data=(SWITCH,))
+    assert verified.code == 0, verified.output
+    again = node.deploy(SWITCH)
+    assert again.code == 0 and again.changed == (), again.output
