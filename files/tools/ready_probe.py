@@ -43,6 +43,11 @@ BETWEEN_LOOKS = 2.0  # seconds
 STILL_WAITING = 30.0  # seconds between two lines that say so
 HEALTH_SECONDS = 30.0  # SGLang takes up to 20 s itself to find out
 ANSWER_SECONDS = 600.0
+WRONG = "a healthy server that answers wrong has wrong weights or wrong kernels: pytest tests/host tells which"
+READ_BACK_WRONG = (
+    "what is computed is right, what is read back from the prefix cache is not, and every later message of a chat is "
+    "read so: deploy another profile or release"
+)
 UNPARSED_CALL = re.compile(r"<\|?tool_call|functions\.\w+:\d")  # as Kimi K2, Qwen and others begin one
 
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # never by way of a proxy: it is this machine
@@ -50,6 +55,14 @@ _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # never 
 
 class NotReady(Exception):
     """Why not, ending with `Fix: ...`."""
+
+
+class Wrong(Exception):
+    """What was asked, found and wanted of one answer."""
+
+    def __init__(self, what: str, fix: str) -> None:
+        super().__init__(what)
+        self.fix = fix
 
 
 def main(arguments: list[str]) -> int:
@@ -181,8 +194,10 @@ def attempt(readiness: Mapping[str, Any], question: Mapping[str, Any], key: str,
                 f"{name}: found a reply of another form ({error!r}), wanted an OpenAI chat completion. "
                 "Fix: see the server's log"
             ) from None
-        except NotReady as error:
-            raise NotReady(f"{name}: {after_a_right_one(tokens) if turn > 1 else ''}{error}") from None
+        except Wrong as error:
+            if turn == 1:
+                raise NotReady(f"{name}: {error}. Fix: {error.fix}") from None
+            raise NotReady(f"{name}: {after_a_right_one(tokens)}{error}. Fix: {READ_BACK_WRONG}") from None
         seconds = round(time.monotonic() - asked, 2)
         answers.append({"question": name, "answer": answer, "seconds": seconds, **tokens})
     return answers
@@ -236,47 +251,43 @@ def after_a_right_one(tokens: Mapping[str, int | None]) -> str:
 
 
 def judged_answer(question: Mapping[str, Any], message: Mapping[str, Any], ended: str) -> str:
-    """The answer, if it has the expected content. Raises NotReady."""
+    """The answer, if it has the expected content. Raises Wrong."""
     answer = message["content"] or ""
     if all(text in answer for text in question["expected"]):
         return str(answer)
-    raise NotReady(
+    raise Wrong(
         f"asked {last_line(question)!r}, found the answer {shown(message, ended)}, "
-        f"wanted {' and '.join(map(repr, question['expected']))} in it. "
-        "Fix: a healthy server that answers wrong has wrong weights or wrong kernels: pytest tests/host tells which; "
-        "where only a cached prefix is answered wrong, another profile or release is to serve"
+        f"wanted {' and '.join(map(repr, question['expected']))} in it",
+        WRONG,
     )
 
 
 def judged_call(question: Mapping[str, Any], message: Mapping[str, Any], ended: str) -> str:
-    """The call, as name(arguments), if it is the expected one. Raises NotReady."""
+    """The call, as name(arguments), if it is the expected one. Raises Wrong."""
     wanted = question["call"]
     asked = f"asked {last_line(question)!r}, "
-    name_and_arguments = f"wanted {wanted['name']} with {json.dumps(wanted['arguments'])}"
+    call = f"wanted a call of {wanted['name']} with {json.dumps(wanted['arguments'])} in tool_calls"
+    parser = "--tool-call-parser must be the model's; node/models.py has it"
     calls = message.get("tool_calls") or []
     if not calls:
+        said = shown(message, ended)
         if UNPARSED_CALL.search(f"{message.get('content')} {message.get('reasoning_content')}"):
-            raise NotReady(
-                f"{asked}found a call left unparsed, {shown(message, ended)}, {name_and_arguments} in tool_calls. "
-                "Fix: --tool-call-parser must be the model's; node/models.py has it"
-            )
-        raise NotReady(
-            f"{asked}found no call but the answer {shown(message, ended)}, {name_and_arguments}. "
-            "Fix: see whether the chat template of the weights renders tools, pytest tests/host whether they are right"
+            raise Wrong(f"{asked}found a call left unparsed, {said}, {call}", parser)
+        raise Wrong(
+            f"{asked}found no call but the answer {said}, {call}",
+            "see whether the chat template of the weights renders tools, and pytest tests/host whether they are right",
         )
     function = calls[0]["function"]
     try:
         arguments = json.loads(function["arguments"])
     except (ValueError, TypeError):
-        raise NotReady(
-            f"{asked}found a call of {function['name']} with {str(function['arguments'])[:200]!r}, which is no JSON, "
-            f"{name_and_arguments}. Fix: --tool-call-parser must be the model's; node/models.py has it"
+        given = str(function["arguments"])[:200]
+        raise Wrong(
+            f"{asked}found a call of {function['name']} with {given!r}, which is no JSON, {call}", parser
         ) from None
     if (function["name"], arguments) != (wanted["name"], wanted["arguments"]):
-        raise NotReady(
-            f"{asked}found a call of {function['name']} with {json.dumps(arguments)[:200]}, {name_and_arguments}. "
-            "Fix: a healthy server that answers wrong has wrong weights or wrong kernels: pytest tests/host tells which"
-        )
+        given = json.dumps(arguments)[:200]
+        raise Wrong(f"{asked}found a call of {function['name']} with {given}, {call}", WRONG)
     return f"{function['name']}({json.dumps(arguments)})"
 
 

@@ -624,7 +624,7 @@ WRONG_ANSWERS: dict[str, tuple[dict[str, Any] | bytes, int, tuple[str, ...]]] = 
         (
             "long prefix, again: the same text was answered right the first time",
             "390 of its 400 tokens",
-            "another profile",
+            "another profile or release",
         ),
     ),
     "no call": (reply("17 times 23 is 391."), 4, ("tool call: asked", "no call but the answer", "multiply", "tools")),
@@ -638,7 +638,7 @@ WRONG_ANSWERS: dict[str, tuple[dict[str, Any] | bytes, int, tuple[str, ...]]] = 
         4,
         ("a call left unparsed", "--tool-call-parser"),
     ),
-    "a call of another function": (calling("divide"), 4, ("found a call of divide", "wanted multiply")),
+    "a call of another function": (calling("divide"), 4, ("found a call of divide", "wanted a call of multiply")),
     "other arguments": (calling(arguments='{"a": 17}'), 4, ('multiply with {"a": 17}', '{"a": 17, "b": 23}')),
     "arguments cut off": (calling(arguments='{"a": 17, "b'), 4, ("which is no JSON", '{"a": 17, "b": 23}')),
     "arguments that are no text": (calling(arguments={"a": 17, "b": 23}), 4, ("which is no JSON",)),

@@ -20,7 +20,7 @@ LAB = {"KIMI_NODES_LAB": "kit", "KIMI_NODES_LAB_NETWORK": "10.78.0"}
 SECRET = "hunter2-do-not-show-me"
 
 ROLE = """
-from kit import files, units
+from kit import files, starting, units
 from kit.command import host
 from kit.probe import Probe
 from kit.role import operation, role
@@ -65,6 +65,24 @@ def work(seconds, code):
 def join():
     state = Facts.read(paths=[], unit="kit-work.service")["units"]["kit-work.service"]
     yield from units.join("kit-work.service", "Working", status_file="/run/work.json", state=state)
+
+
+@operation("Serve")
+def serve(seconds, code):
+    # Ready, or failed, some seconds after its start; systemd would try again half a minute later.
+    path = "/etc/systemd/system/kit-serve.service"
+    unit = (f"[Service]\\nType=exec\\nExecStart=/bin/sleep infinity\\nExecStartPost=/usr/bin/python3 /run/work.py "
+            f"{seconds} {code}\\nTimeoutStartSec=600\\nRestart=always\\nRestartSec=30\\n"
+            "[Install]\\nWantedBy=multi-user.target\\n")
+    state = Facts.read(paths=[path], unit="kit-serve.service")
+    state = state["units"]["kit-serve.service"]
+    if state["ActiveState"] == "active":
+        host().noop("it serves")
+        return
+    if state["ActiveState"] != "activating":
+        yield from files.apply([files.File(path, unit), files.File("/run/work.py", WORK)])
+        yield from starting.start("kit-serve.service")
+    yield from starting.join("kit-serve.service", "Starting", status_file="/run/work.json", wait_seconds=300)
 
 
 @role("options")
@@ -216,6 +234,41 @@ def test_a_unit_that_fails_shows_its_last_words(machine: Machine) -> None:
     assert (
         "Refused: Working: kit-work.service failed (exit-code, exit code 3), wanted it to end well. Fix: " in done.err
     )
+
+
+def test_ctrl_c_leaves_the_start_going_on_and_the_next_run_joins_it(machine: Machine) -> None:
+    """A server loads for minutes: who stops to wait for it has not stopped it, and the next one waits for the same
+    start."""
+    machine.deploy("serve(15, 0)")
+    process = machine.project.start("-y", inventory="hosts.py")
+    serving = "systemctl show --value --property=MainPID,ActiveState kit-serve | paste -sd ' '"
+    try:
+        _wait_for(lambda: machine.shell(serving).split()[-1:] == ["activating"])
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=10)
+    finally:
+        process.kill()
+    assert process.returncode == 130 and "Units started on the hosts go on" in err
+    pid, state = machine.shell(serving).split()
+    assert state == "activating" and pid != "0"
+    done = machine.project.run("-y", inventory="hosts.py")
+    assert done.code == 0, done.text
+    assert "Starting: working" in done.err
+    assert machine.shell(serving).split() == [pid, "active"]
+    assert "[h1] No changes" in machine.project.run("-y", inventory="hosts.py").err
+    machine.shell("systemctl stop kit-serve")
+
+
+def test_a_start_that_fails_is_told_at_once_with_its_last_words(machine: Machine) -> None:
+    """Not after the timeout, and not after the further starts that systemd will try."""
+    machine.deploy("serve(2, 3)")
+    began = time.monotonic()
+    done = machine.project.run("-y", inventory="hosts.py")
+    took = time.monotonic() - began
+    machine.shell("systemctl stop kit-serve")
+    assert done.code == 1 and took < 25, (took, done.text)
+    assert "Refused: Starting: last words" in done.err
+    assert "kit-serve.service did not start (" in done.err and "exit-code" in done.err and "Fix: " in done.err
 
 
 def test_a_machine_without_python_is_refused_with_the_command_to_mend_it(machine: Machine) -> None:
