@@ -14,10 +14,11 @@ import json
 import socket
 import subprocess
 import sys
+import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ def _divided(host: Host) -> tuple[dict[str, Any], dict[str, Any]]:
     """A host's data, less pyinfra's, and pyinfra's."""
     data: dict[str, Any] = host.data.dict()  # type: ignore[no-untyped-call]
     theirs = {key: data.pop(key) for key in pyinfra_keys() & data.keys()}
-    return data, theirs
+    return {key: _plain(value) for key, value in data.items()}, theirs
 
 
 @dataclass(frozen=True)
@@ -167,11 +168,28 @@ def _read(path: str, overrides: dict[str, Any]) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
+    """A value as other programs are told it, in a deploy too, so that all judge the same."""
     if isinstance(value, (set, frozenset)):
         return sorted(value)
-    if isinstance(value, Path):
-        return str(value)
-    raise TypeError(f"{value!r} cannot be told to other programs, wanted text, numbers, lists or tables")
+    if isinstance(value, tuple):
+        return list(value)
+    return str(value) if isinstance(value, PurePath) else value
+
+
+def _untold(value: Any) -> Any:
+    raise InventoryError(
+        f"found {value!r}, wanted text, numbers, lists or tables only. "
+        "Fix: remove it, or let its name begin with two underscores if only the file itself uses it"
+    )
+
+
+def _place(cause: BaseException, path: str) -> str:
+    """File and line of what an inventory's file raises, its group data's too; else the inventory."""
+    last = traceback.extract_tb(getattr(cause, "_traceback", cause.__traceback__))[-1]
+    name, line = last.filename, last.lineno
+    if isinstance(cause, SyntaxError):
+        name, line = cause.filename or path, cause.lineno
+    return f"{name}:{line}" if Path(name).is_relative_to(Path(path).parent) else path
 
 
 def main(arguments: list[str]) -> int:
@@ -188,16 +206,18 @@ def main(arguments: list[str]) -> int:
         with contextlib.redirect_stdout(sys.stderr):
             read = _read(path, _overrides(options.data))
         if not read:
-            raise InventoryError(f"{path}: found no host in it, wanted one at least. Fix: name one in it")
-        print(json.dumps(read, default=_plain))
+            raise InventoryError(
+                "found no host in it, wanted one at least. "
+                'Fix: hosts = ["gpu-1"], a list of names or of (name, settings)'
+            )
+        print(json.dumps(read, default=_untold))
     except InventoryError as error:
-        print(error, file=sys.stderr)
+        print(f"{path}: {error}", file=sys.stderr)
         return 1
     except Exception as error:
         cause = getattr(error, "exception", error)  # pyinfra wraps what an inventory file raises
-        where = f"{cause.filename}:{cause.lineno}: " if isinstance(cause, SyntaxError) else ""
         print(
-            f"{path}: {where}{type(cause).__name__}: {cause}; wanted an inventory that pyinfra can read. "
+            f"{_place(cause, path)}: {type(cause).__name__}: {cause}; wanted an inventory that pyinfra can read. "
             f"Fix: pyinfra {path} debug-inventory",
             file=sys.stderr,
         )

@@ -108,16 +108,6 @@ def make(values: Mapping[str, Any], system: System) -> tuple[Edge | None, list[P
                 "use one of these systems, or remove edge_name and put an edge of your own before the node",
             )
         )
-    for key in ("port", "nccl_port"):
-        if values[key] == values["edge_port"]:
-            problems.append(
-                Problem(
-                    "inventory key edge_port",
-                    f"{values['edge_port']}, which is {key} too",
-                    "a port of its own",
-                    "change edge_port",
-                )
-            )
     for given, other in (("certificate", "key"), ("key", "certificate")):
         if values[f"edge_{given}_file"] is not None and values[f"edge_{other}_file"] is None:
             problems.append(
@@ -146,7 +136,7 @@ def name_problem(name: str) -> str | None:
     """What is wanted instead of a text as the edge's name; None where it can be one."""
     label = r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?"
     good = len(name) <= 253 and re.fullmatch(rf"({label}\.)*{label}", name) and not re.fullmatch(r"[0-9.]+", name)
-    return None if good else "a host name in lower case; an IP address is none"
+    return None if good else "a host name of small letters, digits, '-' and '.'; an IP address is none"
 
 
 def address_problem(address: str) -> str | None:

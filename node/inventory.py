@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
@@ -22,7 +22,8 @@ Check = Callable[[Any], "str | None"]  # what is wanted instead, or None when th
 
 @dataclass(frozen=True)
 class Key:
-    """One inventory key. type: what the value must be; required: no default stands in; unit: for the reader."""
+    """One inventory key. type: what the value must be; required: no default stands in; unit: for the reader; choices:
+    all values there are, where they have names."""
 
     name: str
     type: type
@@ -31,13 +32,13 @@ class Key:
     required: bool = False
     unit: str = ""
     check: Check = lambda value: None
+    choices: Collection[str] = ()
 
-
-def _one_of(names: Any) -> Check:
-    def check(value: Any) -> str | None:
-        return None if value in names else "one of " + ", ".join(sorted(names))
-
-    return check
+    def problem(self, value: Any) -> str | None:
+        """What is wanted instead of a value of the right type; None where it is good."""
+        if self.choices:
+            return None if value in self.choices else "one of " + ", ".join(sorted(self.choices))
+        return self.check(value)
 
 
 def _absolute_path(value: str) -> str | None:
@@ -45,6 +46,15 @@ def _absolute_path(value: str) -> str | None:
         value.startswith("/") and value != "/" and "/../" not in value + "/" and re.fullmatch(r"[\w@%+=:,./-]+", value)
     )
     return None if good and not value.endswith("/") else "an absolute path, without '..', spaces or a slash at its end"
+
+
+# Of /tmp and /var/tmp each unit has its own (PrivateTmp=), the others hold no files that stay.
+_NOT_FOR_WEIGHTS = ("/tmp", "/var/tmp", "/run", "/dev", "/proc", "/sys")
+
+
+def _weights_directory(value: str) -> str | None:
+    below = any((value + "/").startswith(folder + "/") for folder in _NOT_FOR_WEIGHTS)
+    return f"a folder that stays, not below {', '.join(_NOT_FOR_WEIGHTS)}" if below else _absolute_path(value)
 
 
 def _between(low: float, high: float) -> Check:
@@ -55,7 +65,7 @@ def _between(low: float, high: float) -> Check:
 
 
 def _revision(value: str) -> str | None:
-    return None if REVISION.fullmatch(value) else "a commit of 40 hex digits; a branch name can move"
+    return None if REVISION.fullmatch(value) else "a commit of 40 hex digits, in small letters; a branch name can move"
 
 
 def _https(value: str) -> str | None:
@@ -96,30 +106,30 @@ def _file(value: str) -> str | None:
 
 def _versions(value: list[Any]) -> str | None:
     known = toolkits.TOOLKITS
-    return None if all(v in known for v in value) else "a list out of " + ", ".join(sorted(known))
+    return None if all(v in known for v in value) else "a list out of " + ", ".join(f'"{v}"' for v in sorted(known))
 
 
 KEYS = {
     key.name: key
     for key in (
-        Key("gpu", str, "The GPU model that the machine must have.", required=True, check=_one_of(GPU_MODELS)),
+        Key("gpu", str, "The GPU model that the machine must have.", required=True, choices=GPU_MODELS),
         Key("gpu_count", int, "How many of them it must have.", required=True, unit="GPUs", check=_between(1, 16)),
         Key(
             "weights_directory",
             str,
             "Where weights lie. Its file system must have room for all of them.",
             required=True,
-            check=_absolute_path,
+            check=_weights_directory,
         ),
-        Key("profile", str, "How the GPUs work together.", default="tp8", check=_one_of(profiles.PROFILES)),
+        Key("profile", str, "How the GPUs work together.", default="tp8", choices=profiles.PROFILES),
         Key(
             "release",
             str,
             "The pinned set of software.",
             default=releases.DEFAULT_RELEASE,
-            check=_one_of(releases.RELEASES),
+            choices=releases.RELEASES,
         ),
-        Key("model", str, "The model to serve.", default="kimi-k2.6", check=_one_of(models.MODELS)),
+        Key("model", str, "The model to serve.", default="kimi-k2.6", choices=models.MODELS),
         Key(
             "revision",
             str,
@@ -137,7 +147,7 @@ KEYS = {
             "drafter",
             str,
             "The speculative drafter. Default: the first that fits the model, where the profile drafts.",
-            check=_one_of(models.DRAFTERS),
+            choices=models.DRAFTERS,
         ),
         Key(
             "drafter_revision",
@@ -155,7 +165,7 @@ KEYS = {
             "speculative",
             str,
             "Speculative decoding. Default: what the profile says.",
-            check=_one_of(profiles.SPECULATIVE),
+            choices=profiles.SPECULATIVE,
         ),
         Key(
             "hub",
@@ -178,7 +188,7 @@ KEYS = {
             "on: one node of the inventory fetches weights from the hub, and those of the same model and revision "
             "spread them among themselves. off: each node for itself.",
             default="on",
-            check=_one_of(("on", "off")),
+            choices=("on", "off"),
         ),
         Key(
             "weights_address",
@@ -220,7 +230,7 @@ KEYS = {
             unit="tokens",
             check=_between(256, 10_000_000),
         ),
-        Key("kv_cache_dtype", str, "The type of the KV cache.", default="auto", check=_one_of(("auto", "fp8_e4m3"))),
+        Key("kv_cache_dtype", str, "The type of the KV cache.", default="auto", choices=("auto", "fp8_e4m3")),
         Key(
             "memory_fraction",
             float,
@@ -248,7 +258,7 @@ KEYS = {
             "What a client's image_url, video_url or audio_url may make the server fetch. none: nothing, media come in "
             "the request itself (data:). public: ports 80 and 443 of public addresses.",
             default="none",
-            check=_one_of(("none", "public")),
+            choices=("none", "public"),
         ),
         Key(
             "edge_name",
@@ -309,6 +319,13 @@ KEYS = {
 }
 
 
+# pyinfra's own that are used most, for who misspells them: all of them are known to kit.inventory only.
+_PYINFRAS = (
+    "ssh_hostname", "ssh_user", "ssh_port", "ssh_key", "ssh_key_password", "ssh_password", "ssh_known_hosts_file",
+    "ssh_strict_host_key_checking", "ssh_config_file", "_sudo", "_sudo_user", "_sudo_password",
+)  # fmt: skip
+
+
 def read(data: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
     """Check inventory data against the table: (value of every key, defaults filled in; problems).
 
@@ -316,13 +333,15 @@ def read(data: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
     """
     problems = []
     for name in sorted(data.keys() - KEYS.keys()):
-        near = get_close_matches(name, KEYS, n=1)
+        near = get_close_matches(name.lower(), [*KEYS, *_PYINFRAS], n=1)
         problems.append(
             Problem(
                 f"inventory key {name}",
                 f"{data[name]!r}, under a name that means nothing",
                 "only keys of docs/inventory.md",
-                f"rename it to {near[0]}" if near else "remove it",
+                f"rename it to {near[0]}"
+                if near
+                else "remove it; pyinfra leaves alone what begins with two underscores",
             )
         )
     values: dict[str, Any] = {}
@@ -341,11 +360,12 @@ def read(data: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
                 Problem(f"inventory key {key.name}", found, _wanted(key), f"write {key.name} as {_form(key)}")
             )
             continue
-        wanted = key.check(value)
+        wanted = key.problem(value)
         if wanted:
-            problems.append(
-                Problem(f"inventory key {key.name}", repr(value), wanted, f"change {key.name} in the group data")
-            )
+            asked = str(value).lower()
+            near = get_close_matches(asked, key.choices, n=1) or [name for name in key.choices if asked in name]
+            fix = f"change {key.name} in the group data" + (f", perhaps to {near[0]}" if near else "")
+            problems.append(Problem(f"inventory key {key.name}", repr(value), wanted, fix))
     return values, problems
 
 
@@ -363,9 +383,13 @@ def _form(key: Key) -> str:
     return {str: "text in quotes", int: "a whole number", float: "a number", list: "a list in brackets"}[key.type]
 
 
+# What no check takes, so that it says what it wants.
+_NEVER: Mapping[type, Any] = {str: "\0", int: -1, float: -1.0, list: [None]}
+
+
 def _wanted(key: Key) -> str:
     unit = f" ({key.unit})" if key.unit else ""
-    return f"{_form(key)}{unit}: {key.doc[0].lower()}{key.doc[1:].rstrip('.')}"
+    return f"{_form(key)}{unit}: {key.problem(_NEVER[key.type])}"
 
 
 def table() -> str:

@@ -157,8 +157,10 @@ def wanted_free(result: Fit) -> dict[int, int]:
     return {gpu.gpu: int((gpu.memory - HELD_BY_DRIVER) // MIB) for gpu in result.gpus}
 
 
-def problems(result: Fit, profile: Profile, context_length: int | None) -> list[Problem]:
-    """Why a plan does not fit, with its arithmetic. Nothing when it does."""
+def problems(
+    result: Fit, profile: Profile, context_length: int | None, memory_fraction: float | None = None
+) -> list[Problem]:
+    """Why a plan does not fit, with its arithmetic. Nothing when it does. memory_fraction: the owner's, if any."""
     wanted = context_length or LEAST_KV_TOKENS
     if result.tokens >= wanted:
         return []
@@ -168,6 +170,7 @@ def problems(result: Fit, profile: Profile, context_length: int | None) -> list[
             f"memory of profile {profile.name}",
             f"room for {result.tokens} tokens ({result.lines()[tightest.gpu]})",
             f"room for at least {wanted} tokens",
-            "choose a profile that spreads weights wider, kv_cache_dtype fp8_e4m3, or a shorter context_length",
+            (f"raise memory_fraction above {memory_fraction:g} or remove it, or " if memory_fraction else "")
+            + "choose a profile that spreads weights wider, kv_cache_dtype fp8_e4m3, or a shorter context_length",
         )
     ]

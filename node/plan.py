@@ -180,6 +180,7 @@ def make(
     problems += more
     sharing, more = sharing_module.make(host, values, neighbours)
     problems += more
+    problems += _port_problems(values, sharing)
     lock, more = _lock(release.name, release.lock, read_file)
     problems += more
     tools_lock, more = _lock("tools", tools.LOCK, read_file)
@@ -200,7 +201,7 @@ def make(
             values["memory_fraction"],
             values["max_running_requests"],
         )
-        problems = memory.problems(fit, profile, values["context_length"])
+        problems = memory.problems(fit, profile, values["context_length"], values["memory_fraction"])
         if problems:
             return problems
 
@@ -274,12 +275,13 @@ def _layout_problems(values: dict[str, Any], profile: Profile, model: Model, dec
             )
         )
     if profile.gpus > count:
+        smaller = [name for name, other in PROFILES.items() if other.device == model.device and other.gpus <= count]
         problems.append(
             Problem(
                 f"profile {profile.name}",
                 f"{count} GPUs",
                 f"{profile.gpus} GPUs (tensor {profile.tensor_parallel} x pipeline {profile.pipeline_parallel})",
-                "choose a profile for fewer GPUs, or mend gpu_count",
+                "mend gpu_count" + ("".join(f", or choose profile {name}" for name in smaller[:1])),
             )
         )
     speculative = values["speculative"] or profile.speculative
@@ -308,21 +310,41 @@ def _layout_problems(values: dict[str, Any], profile: Profile, model: Model, dec
                 "attention backend", f"compute capability {compute}", ", ".join(BACKENDS), "add it to node/profiles.py"
             )
         )
-    if values["port"] == values["nccl_port"]:
+    if values["context_length"] and values["context_length"] > model.context_tokens:
         problems.append(
             Problem(
-                "inventory key nccl_port",
-                f"{values['port']}, which is port too",
-                "a port of its own",
-                "change nccl_port",
+                "inventory key context_length",
+                f"{values['context_length']}, and SGLang does not start with more than the model was made for",
+                f"at most {model.context_tokens} tokens",
+                "lower or remove context_length",
             )
         )
+    return problems
+
+
+def _port_problems(values: dict[str, Any], sharing: Sharing | None) -> list[Problem]:
+    """Two of ours at one port: the second to start would find it taken."""
+    used = [("port", "", values["port"]), ("nccl_port", "", values["nccl_port"])]
+    if sharing:
+        used += [("weights_port", "", sharing.port), ("weights_port", "the one after ", sharing.port + 1)]
+    if values["edge_name"]:
+        used.append(("edge_port", "", values["edge_port"]))
+    problems = []
+    for number, (key, after, port) in enumerate(used):
+        for other, other_after, taken in used[:number]:
+            if port == taken:
+                found = (
+                    f"{port - 1}, and {port} after it is {other}" if after else f"{port}, which is {other_after}{other}"
+                )
+                problems.append(Problem(f"inventory key {key}", f"{found} too", "a port of its own", f"change {key}"))
     return problems
 
 
 def _drafter(values: dict[str, Any], profile: Profile, model: Model) -> tuple[Drafter | None, list[Problem]]:
     speculative = values["speculative"] or profile.speculative
     named = values["drafter"]
+    if profile.pipeline_parallel > 1 and speculative != "none":
+        return None, []  # that is the problem
     if speculative != "dflash":
         if named:
             return None, [
@@ -394,7 +416,12 @@ def _weights(
             continue
         except Malformed as error:
             problems.append(
-                error.problem("a manifest as bin/pin writes it", f"bin/pin {entry.key} --revision {revision}")
+                Problem(
+                    f"manifest of {entry.key}",
+                    f"{path}, in which {error}",
+                    "a manifest as bin/pin writes it",
+                    f"bin/pin {entry.key} --revision {revision}",
+                )
             )
             continue
         if (manifest.repository, manifest.revision) != (entry.repository, revision):

@@ -141,7 +141,9 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--json", action="store_true", help="one JSON object, host names as keys")
     names = [str(system) for system in systems.SYSTEMS]
-    parser.add_argument("--system", choices=names, default=names[0], help="the operating system to plan for")
+    parser.add_argument(
+        "--system", type=str.lower, choices=names, default=names[0], help="the operating system to plan for"
+    )
     options = parser.parse_args(arguments)
     system: System = systems.SYSTEMS[names.index(options.system)].as_system()
     try:

@@ -85,7 +85,7 @@ def test_nothing_dangerous_is_served() -> None:
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "no name": ({"edge_client_keys_file": "keys"}, "edge_name"),
     "an address as name": ({"edge_name": "10.0.0.1"}, "a host name"),
-    "capitals": ({"edge_name": "Kimi.example.com"}, "lower case"),
+    "capitals": ({"edge_name": "Kimi.example.com"}, "small letters"),
     "a port in the name": ({"edge_name": "kimi.example.com:443"}, "a host name"),
     "a Caddyfile in the name": ({"edge_name": "kimi {\n}"}, "a host name"),
     "a name as address": ({"edge_name": "kimi", "edge_address": "eth0"}, "an IPv4 or IPv6 address"),

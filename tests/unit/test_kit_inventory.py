@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import subprocess
 import sys
@@ -54,9 +55,9 @@ def test_a_limit_is_a_name_a_pattern_or_a_group(inventory: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("gpu = [", "SyntaxError"),
-        ("raise KeyError('x')", "KeyError: 'x'"),
-        ("gpu = [('a', {'key': object()})]", "cannot be told to other programs"),
+        ("gpu = [", "bad.py:1: SyntaxError"),
+        ("\nraise KeyError('x')", "bad.py:2: KeyError: 'x'"),
+        ("gpu = [('a', {'key': object()})]", "wanted text, numbers, lists or tables only"),
         ("gpu = []", "found no host in it"),
     ],
 )
@@ -67,6 +68,12 @@ def test_an_inventory_that_cannot_be_read_is_one_clear_line(tmp_path: Path, text
     assert told in str(raised.value)
     assert "Fix: " in str(raised.value)
     assert "Traceback" not in str(raised.value)
+
+
+def test_group_data_that_cannot_be_read_is_named_by_file_and_line(inventory: Path) -> None:
+    (inventory.parent / "group_data/nodes.py").write_text("profile = 'tp8'\ngpu = b300\n")
+    with pytest.raises(InventoryError, match=r"group_data/nodes\.py:2: NameError: name 'b300' is not defined"):
+        load(inventory)
 
 
 def test_a_missing_inventory_is_named(tmp_path: Path) -> None:
@@ -89,13 +96,16 @@ def test_pyinfras_keys_come_from_its_own_tables() -> None:
 
 def test_the_data_of_a_host_in_a_deploy_is_the_same(tmp_path: Path) -> None:
     project = Project(tmp_path)
-    project.write("hosts.py", "hosts = [('@local', {'profile': 'tp8', '_sudo_user': 'root'})]\n")
+    data = "{'profile': 'tp8', '_sudo_user': 'root', 'weights_directory': Path('/w'), 'toolkits_beside': ('12.8',)}"
+    project.write("hosts.py", f"from pathlib import Path\nhosts = [('@local', {data})]\n")
     project.write(
         "deploy.py",
         DEPLOY + "from kit.inventory import node_data\nfrom kit.command import host as h\nprint('D', node_data(h()))\n",
     )
     done = project.run("--dry", "--data", "extra=3", inventory="hosts.py")
-    assert "D {'profile': 'tp8', 'extra': 3}" in done.out, done.text
+    (line,) = (line for line in done.out.splitlines() if line.startswith("D "))
+    assert ast.literal_eval(line.removeprefix("D ")) == load(tmp_path / "hosts.py", ["extra=3"])["@local"].data
+    assert "'weights_directory': '/w', 'toolkits_beside': ['12.8']" in line
 
 
 def pyinfras_reading(folder: Path, values: list[str]) -> dict[str, object]:

@@ -17,6 +17,7 @@ from node.plan import Observed, Plan, make
 from node.profiles import PROFILES
 from node.releases import DEFAULT_RELEASE, RELEASES
 from node.render import PROJECT, shown, text
+from node.sharing import Neighbour
 from node.systems import SYSTEMS
 
 GOOD: dict[str, Any] = {"gpu": "rtx-pro-6000-blackwell-server", "gpu_count": 8, "weights_directory": "/srv/weights"}
@@ -159,7 +160,28 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "toolkit nobody has": ({"toolkits_beside": ["11.8"]}, "toolkits_beside"),
     "profile of another device": ({"profile": "cpu"}, "a profile for cpu with model kimi-k2.6"),
-    "context that does not fit": ({"context_length": 5_000_000}, "room for at least 5000000 tokens"),
+    "context that does not fit": ({"context_length": 250_000}, "room for at least 250000 tokens"),
+    "context longer than the model's": ({"gpu": "b300", "context_length": 300_000}, "at most 262144 tokens"),
+    "fraction too small": ({"memory_fraction": 0.5}, "Fix: raise memory_fraction above 0.5 or remove it"),
+    "fraction in percent": ({"memory_fraction": 85}, "a number from 0.3 to 0.97"),
+    "profile in capitals": ({"profile": "TP8"}, "perhaps to tp8"),
+    "part of a name": ({"kv_cache_dtype": "fp8"}, "perhaps to fp8_e4m3"),
+    "release without its name": ({"release": "0.5.17"}, "perhaps to sglang-0.5.17"),
+    "nothing where there is a choice": ({"gpu": None}, "wanted text in quotes: one of b200, b300"),
+    "truth where there is a choice": ({"weights_sharing": True}, "wanted text in quotes: one of off, on"),
+    "toolkits as a number": ({"toolkits_beside": 12.8}, 'wanted a list in brackets: a list out of "12.8", "13.0"'),
+    "toolkits as numbers": ({"toolkits_beside": [12.8]}, 'a list out of "12.8", "13.0"'),
+    "misspelt key of pyinfra": ({"ssh_prot": 22}, "rename it to ssh_port"),
+    "a variable of the file": ({"_base": "/srv"}, "pyinfra leaves alone what begins with two underscores"),
+    "weights below /tmp": ({"weights_directory": "/tmp/weights"}, "not below /tmp"),
+    "revision in capitals": ({"revision": "B" * 40}, "40 hex digits, in small letters"),
+    "underscore in a host name": ({"edge_name": "kimi_1.example.com"}, "small letters, digits, '-' and '.'"),
+    "4 GPUs": ({"gpu_count": 4}, "Fix: mend gpu_count"),
+    "DFlash with a pipeline, nothing pinned": ({"profile": "pp8", "speculative": "dflash"}, "remove speculative"),
+    "edge where the server is": (
+        {"edge_name": "a.example", "edge_port": 30000},
+        "edge_port: found 30000, which is port",
+    ),
 }
 
 
@@ -189,6 +211,28 @@ def test_missing_and_wrong_manifests_are_told_with_the_command_that_writes_them(
     assert "0" * 40 in problem and "bin/pin kimi-k2.6" in problem
     (problem,) = refused(GOOD, reader(**{"files/manifests/kimi-k2.6.json": b"{"}))
     assert "not JSON" in problem and "bin/pin kimi-k2.6" in problem
+
+
+def test_a_manifest_that_is_none_is_told_with_its_path() -> None:
+    (problem,) = refused(GOOD | {"manifest": "README.md"})
+    assert "found README.md, in which manifest: not JSON" in problem and "Fix: bin/pin kimi-k2.6" in problem
+
+
+@pytest.mark.parametrize(
+    ("data", "told"),
+    [
+        ({"port": 30200}, "weights_port: found 30200, which is port too"),
+        ({"nccl_port": 30201}, "weights_port: found 30200, and 30201 after it is nccl_port too"),
+        ({"edge_name": "a.example", "edge_port": 30201}, "edge_port: found 30201, which is the one after weights_port"),
+    ],
+)
+def test_ports_of_weights_between_nodes_are_taken_where_there_are_peers(data: dict[str, Any], told: str) -> None:
+    neighbours = [Neighbour(name, f"10.0.0.{number}", GOOD | data) for number, name in enumerate(("gpu-1", "gpu-2"), 1)]
+    made = make("gpu-1", GOOD | data, reader(), None, DEBIAN12, neighbours)
+    assert isinstance(made, list)
+    (problem,) = map(str, made)
+    assert told in problem and "Fix: change " in problem
+    assert isinstance(make("gpu-1", GOOD | data, reader(), None, DEBIAN12), Plan), "a node by itself shares nothing"
 
 
 def test_software_that_does_not_fit_the_system_is_refused() -> None:
