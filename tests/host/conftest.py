@@ -42,6 +42,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("help"):
+        return
     inventory = config.getoption("--inventory")
     if not inventory:
         raise pytest.UsageError("the verify suite wants hosts. Fix: pytest tests/host --inventory inventory/pro6000.py")
