@@ -782,15 +782,40 @@ FINGERPRINTS: tuple[Fingerprint, ...] = (
             "94.97 GiB of which 1.19 GiB is free. Process 4711 has 70.00 GiB memory in use. Including non-PyTorch "
             "memory, this process has 23.00 GiB memory in use.",
             "ValueError: The memory capacity is unbalanced. Some GPUs may be occupied by other processes.",
+            "GPU memory: GPU 5: found 7252 of 97887 MiB free, wanted 95839; held by 4711 python3 (user ml) 90000 MiB. "
+            "Fix: stop process 4711 (python3), which is not this service's, and start again",
         ),
         patterns=(
+            r"^GPU memory: (?P<cause>GPU \d+: found .+ held by .+)\. Fix: (?P<fix>.+)",
             r"CUDA out of memory\..*\bProcess \d+ has [\d.]+ [GM]iB memory in use",
             r"memory capacity is unbalanced\. Some GPUs may be occupied by other processes",
         ),
         cause="other processes hold GPU memory, mostly those of a predecessor that was killed",
         fix="nvidia-smi --query-compute-apps=pid,process_name,used_memory --format=csv; systemctl stop their unit, or "
         "kill them by id",
-        source="torch/csrc CUDACachingAllocator; sglang/srt/distributed/bootstrap.py",
+        source="torch/csrc CUDACachingAllocator; sglang/srt/distributed/bootstrap.py; files/tools/gpu_memory_free.py",
+    ),
+    Fingerprint(
+        "media-refused",
+        _SERVER,
+        seen=(
+            "ValueError: Error while loading data https://example.org/cat.png: HTTPSConnectionPool(host='example.org', "
+            'port=443): Max retries exceeded with url: /cat.png (Caused by NameResolutionError("HTTPSConnection('
+            "host='example.org', port=443): Failed to resolve 'example.org' ([Errno -3] Temporary failure in name "
+            'resolution)"))',
+            "ValueError: Error while loading data http://10.0.0.7/a.png: HTTPConnectionPool(host='10.0.0.7', port=80): "
+            "Max retries exceeded with url: /a.png (Caused by NewConnectionError(\"HTTPConnection(host='10.0.0.7', "
+            'port=80): Failed to establish a new connection: [Errno 111] Connection refused"))',
+        ),
+        patterns=(
+            r"Error while loading data https?://.+ HTTPS?ConnectionPool\(.+(?:Failed to resolve|Connection refused)",
+        ),
+        cause="a client names a picture by address, and the firewall lets the server fetch none, or only public ones "
+        "(fetch_media)",
+        fix='clients send pictures as data:image/...;base64, or set fetch_media = "public" in the group data, then '
+        + _DEPLOY,
+        source="run: sglang 0.5.17's load_image as the server's user",
+        severity="warning",
     ),
     Fingerprint(
         "gpu-out-of-memory",

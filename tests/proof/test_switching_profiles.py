@@ -7,14 +7,18 @@ left with the other profile.
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator
 
 import pytest
 
-from node import layout
+from node import layout, systemd
 from node.layout import ServicePaths
+from node.plan import Plan
+from roles.inference_service import content
 from tests.proof.conftest import Node, lab
+from tests.roles.test_inference_service import planned
 
 OLD, NEW = ServicePaths("cpu"), ServicePaths("cpu-two-stages")
 SWITCH = f"profile={NEW.profile}"
@@ -82,6 +86,82 @@ def test_after_a_failed_switch_nothing_serves_and_nothing_competes(node: Node) -
     assert running(node) == ""
     old = state(node, OLD.unit)
     assert (old["ActiveState"], old["UnitFileState"]) == ("inactive", "disabled")
+
+
+GPU_UNITS = ("tp8", "pp8")
+
+
+@pytest.fixture
+def gpu_units(node: Node) -> Iterator[tuple[Plan, ...]]:
+    """Units of GPU profiles as they are laid down, without what compiles and asks; for the engine stands `sleep`."""
+    plans = tuple(planned(profile) for profile in GPU_UNITS)
+    for plan in plans:
+        lines = content.render("sglang.service.j2", plan).splitlines()
+        lines = [line for line in lines if "jit_warmup" not in line and not line.startswith("ExecStartPost=")]
+        lines = [line for line in lines if not line.startswith(("BindReadOnlyPaths=", "RequiresMountsFor="))]
+        lines = ["ExecStart=/bin/sleep infinity" if line.startswith("ExecStart=") else line for line in lines]
+        assert sum("gpu_memory_free.py" in line for line in lines) == 1
+        paths = plan.service_paths
+        for path, text in (
+            (f"/run/systemd/system/{paths.unit}", "\n".join(lines)),
+            (paths.environment, systemd.environment_file(plan.service.environment)),
+            (paths.gpu_memory, json.dumps(content.gpu_memory(plan))),
+        ):
+            node.ssh(f"cat > {path} <<'END'\n{text}\nEND")
+    node.ssh("systemctl daemon-reload")
+    yield plans
+    units = " ".join(plan.service.unit for plan in plans)
+    laid = [f"/run/systemd/system/{plan.service.unit}" for plan in plans]
+    laid += [path for plan in plans for path in plan.service_paths.files]
+    lab("gpus", node.name, "{}")
+    node.ssh(f"systemctl stop {units}; systemctl reset-failed {units} 2>/dev/null; rm -f {' '.join(laid)}")
+    node.ssh("systemctl daemon-reload")
+
+
+def journal(node: Node, unit: str) -> str:
+    return node.ssh(f"journalctl --boot --no-pager --output=cat --unit={unit}")
+
+
+def wait_for(node: Node, unit: str, wanted: str, seconds: float = 60) -> None:
+    """Until a unit is in that state, or the time is up, or the journal says it."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        if state(node, unit)["ActiveState"] == wanted or wanted in journal(node, unit):
+            return
+        time.sleep(1)
+    raise AssertionError(f"{unit}: {state(node, unit)}, wanted {wanted}\n{journal(node, unit)[-2000:]}")
+
+
+def test_a_start_waits_for_gpu_memory_and_profiles_exclude_each_other(node: Node, gpu_units: tuple[Plan, ...]) -> None:
+    """In the sandbox of the unit, by its own Conflicts= and After=, with no help from a deploy."""
+    first, second = (plan.service.unit for plan in gpu_units)
+    lab("gpus", node.name, json.dumps({"held": {"0": 60_000}}))
+    node.ssh(f"systemctl start --no-block {first}")
+    wait_for(node, first, "held by no process that nvidia-smi names")
+    assert state(node, first)["ActiveState"] == "activating"
+    lab("gpus", node.name, "{}")
+    wait_for(node, first, "active")
+
+    node.ssh(f"systemctl start {second}")
+    assert running(node) == second
+    said = node.ssh("journalctl --boot --output=cat --no-pager _PID=1").splitlines()
+    stopped = max(number for number, line in enumerate(said) if line.startswith(f"Stopped {first}"))
+    assert stopped < max(number for number, line in enumerate(said) if line.startswith(f"Starting {second}"))
+    node.ssh(f"systemctl stop {second}")
+
+
+def test_a_start_fails_at_once_where_somebody_else_has_the_gpus(node: Node, gpu_units: tuple[Plan, ...]) -> None:
+    unit = gpu_units[0].service.unit
+    node.ssh("setsid runuser -u nobody -- sleep 300 </dev/null >/dev/null 2>&1 &")
+    stranger = node.ssh("until pgrep -u nobody -x sleep; do sleep 0.1; done")
+    held = {"seat": 3, "pid": int(stranger), "memory": 60_000, "name": "/usr/bin/sleep"}
+    lab("gpus", node.name, json.dumps({"processes": [held]}))
+    began = time.monotonic()
+    assert node.ssh(f"systemctl start {unit} || echo failed", check=False) == "failed"
+    assert time.monotonic() - began < 30
+    said = journal(node, unit)
+    node.ssh(f"systemctl stop {unit}; kill {stranger}")
+    assert f"{stranger} sleep (user nobody) 60000 MiB" in said and "Fix: stop process" in said, said[-2000:]
 
 
 def test_one_value_brings_back_what_served_before(node: Node) -> None:
