@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import grp
 import hashlib
+import json
 import os
 import pwd
 import stat
@@ -120,6 +121,40 @@ def variables(path: str) -> dict[str, str]:
             quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "\"'"
             found[name.strip()] = value[1:-1] if quoted else value
     return found
+
+
+def json_object(path: str, up_to: int = 1 << 20) -> dict[str, Any] | None:
+    """A JSON object in a file of at most `up_to` bytes; None where there is no file, or something else in it."""
+    try:
+        found = json.loads(text(path, up_to) or "null")
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def replace(path: str, content: bytes, mode: int, user: str | None = None) -> None:
+    """Write a file by one rename: complete on disk, with its mode and owner, before it appears, and never readable by
+    more than them. `user`: the owner, with the group of that user; the process's own if None.
+
+    Raises OSError, and KeyError for a user that there is not.
+    """
+    owner = pwd.getpwnam(user) if user is not None else None
+    folder, name = os.path.split(path)
+    beside = os.path.join(folder, f".{name}.kimi-nodes-new")  # a fixed name: the next run takes what a killed one left
+    if os.path.lexists(beside):
+        os.unlink(beside)
+    descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(content)
+        file.flush()
+        if owner is not None:
+            os.fchown(descriptor, owner.pw_uid, owner.pw_gid)
+        os.fchmod(descriptor, mode)
+        os.fsync(descriptor)
+    os.rename(beside, path)
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    os.fsync(descriptor)
+    os.close(descriptor)
 
 
 def run(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from typing import Any
 
@@ -24,12 +23,8 @@ def probe(unit: str, status_file: str | None, seconds: float) -> dict[str, Any]:
     until = time.monotonic() + seconds
     while working(state := on_host.units([unit])[unit]) and time.monotonic() < until:
         time.sleep(min(0.25, max(0.0, until - time.monotonic())))
-    status = None
-    if status_file is not None:
-        try:
-            status = json.loads(on_host.text(status_file) or "null")
-        except ValueError:
-            status = None  # caught in the middle of a write that is not by rename
+    # None too where it is caught in the middle of a write that is not by rename.
+    status = on_host.json_object(status_file) if status_file is not None else None
     journal: list[str] = []
     if state["ActiveState"] == "failed" or state["Result"] not in ("", "success"):
         match = ["_SYSTEMD_INVOCATION_ID=" + state["InvocationID"]] if state["InvocationID"] else ["--unit=" + unit]
@@ -38,6 +33,6 @@ def probe(unit: str, status_file: str | None, seconds: float) -> dict[str, Any]:
     return {
         "working": working(state),
         "state": state,
-        "status": status if isinstance(status, dict) else None,
+        "status": status,
         "journal": journal,
     }

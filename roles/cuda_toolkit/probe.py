@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import glob
 import hashlib
-import json
 import os
 import re
 import stat
@@ -37,7 +36,7 @@ def probe(
     toolkits: [{"version", "prefix", "suffix", "headers", "libraries"}]. local: the folder that toolkits lie in.
     """
     installed, unfinished = packages(tuple(kit["suffix"] for kit in toolkits))
-    found = _receipt(receipt)
+    found = on_host.json_object(receipt)
     seals = (found or {}).get("seals", {})
     majors = sorted({kit["version"].split(".")[0] for kit in toolkits})
     links = links_across([kit["prefix"] for kit in toolkits], local)
@@ -57,14 +56,6 @@ def probe(
             "libc": os.confstr("CS_GNU_LIBC_VERSION"),
         },
     }
-
-
-def _receipt(path: str) -> dict[str, Any] | None:
-    try:
-        found = json.loads(on_host.text(path) or "null")
-    except ValueError:
-        return None
-    return found if isinstance(found, dict) else None
 
 
 def _base64(path: str, up_to: int = 1 << 16) -> str | None:

@@ -52,7 +52,7 @@ def act(edge: dict[str, Any], restart: bool) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX)
         for path, text in composed(edge, make=True).items():
             if not _is(path, text, edge["user"]):
-                _write(path, text, edge["user"])
+                on_host.replace(path, text.encode(), 0o600, edge["user"])
         unit = edge["unit"]
         _systemctl("daemon-reload")
         _systemctl("enable", unit)
@@ -93,7 +93,7 @@ def composed(edge: dict[str, Any], make: bool = False) -> dict[str, str]:
         if not make:
             raise Problem(f"{edge['client_keys']}: found none, wanted the keys of clients. Fix: run deploy.py")
         clients = f"client sk-{secrets.token_urlsafe(32)}\n"
-        _write(edge["client_keys"], clients, "root")
+        on_host.replace(edge["client_keys"], clients.encode(), 0o600, "root")
     lines = [line.split() for line in clients.splitlines()]
     if not lines or any(len(line) != 2 or not NAME.fullmatch(line[0]) or not KEY.fullmatch(line[1]) for line in lines):
         raise Problem(
@@ -122,21 +122,6 @@ def _is(path: str, text: str, user: str) -> bool:
     if state is None or (state["kind"], state["mode"], state["user"]) != ("file", "600", user):
         return False
     return bool(state["sha256"] == hashlib.sha256(text.encode()).hexdigest())
-
-
-def _write(path: str, text: str, user: str) -> None:
-    """Complete and the user's own before it appears; never readable by others."""
-    entry = pwd.getpwnam(user)
-    beside = os.path.join(os.path.dirname(path), f".{os.path.basename(path)}.new")
-    if os.path.lexists(beside):
-        os.unlink(beside)
-    descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-        os.fchown(descriptor, entry.pw_uid, entry.pw_gid)
-        file.write(text)
-        file.flush()
-        os.fsync(descriptor)
-    os.rename(beside, path)
 
 
 def _has_user(user: str) -> bool:

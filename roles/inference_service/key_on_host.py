@@ -24,17 +24,5 @@ def act(key: str, configuration: str) -> None:
             f"{key}: found {len(words)} words, {len(text or '')} characters; wanted one key of 16 to 512 characters. "
             "Fix: remove that file and deploy again, which makes a new key"
         )
-    _write(key, words[0] + "\n")
-    _write(configuration, json.dumps({"api-key": words[0]}) + "\n")
-
-
-def _write(path: str, text: str) -> None:
-    beside = os.path.join(os.path.dirname(path), f".{os.path.basename(path)}.new")
-    if os.path.lexists(beside):
-        os.unlink(beside)
-    descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.rename(beside, path)
+    on_host.replace(key, f"{words[0]}\n".encode(), 0o600)
+    on_host.replace(configuration, (json.dumps({"api-key": words[0]}) + "\n").encode(), 0o600)

@@ -55,11 +55,8 @@ def act(
             shutil.rmtree(environment, ignore_errors=True)
             raise
         subprocess.run(["sync", "-f", environment], check=True)
-        with open(receipt + ".new", "w", encoding="utf-8") as file:
-            json.dump({"distributions": dict(distributions), "python": python}, file, indent=1, sort_keys=True)
-            file.flush()
-            os.fsync(file.fileno())
-        os.rename(receipt + ".new", receipt)
+        content = json.dumps({"distributions": dict(distributions), "python": python}, indent=1, sort_keys=True)
+        on_host.replace(receipt, content.encode(), 0o644)
         os.fsync(descriptor)
     finally:
         os.close(descriptor)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from typing import Any
 
@@ -13,22 +12,13 @@ def probe(environment: str, site_packages: str, receipt: str, paths: list[str], 
     """{"receipt": object | None, "installed": names of the distributions' own folders, "there": whether its folder
     exists, "free": bytes free where it is or would be, "files": ..., "unit": state of the build's unit}"""
     return {
-        "receipt": read_object(receipt),
+        "receipt": on_host.json_object(receipt, 16 << 20),
         "installed": installed(site_packages),
         "there": os.path.isdir(environment),
         "free": free(environment),
         "files": on_host.files(paths),
         "unit": on_host.units([unit])[unit],
     }
-
-
-def read_object(path: str) -> dict[str, Any] | None:
-    """A JSON object in a file; None where there is no file or something else in it."""
-    try:
-        found = json.loads(on_host.text(path, 16 << 20) or "null")
-    except ValueError:
-        return None
-    return found if isinstance(found, dict) else None
 
 
 def installed(site_packages: str) -> list[str]:

@@ -26,12 +26,14 @@ def act(
         raise Problem(" ".join(problems))
     os.umask(0o022)
     for edit in edits:
-        replace(f"{site_packages}/{edit['file']}", edited(site_packages, edit))
+        path = f"{site_packages}/{edit['file']}"
+        # Its other hard links, in uv's cache, keep the old content.
+        on_host.replace(path, edited(site_packages, edit), os.stat(path).st_mode & 0o7777)
     for name in compiled:
         refresh(python, f"{site_packages}/{name}")
     now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     content = json.dumps({**record, "patched": now}, indent=1) + "\n"
-    replace(receipt, content.encode(), mode=0o644)
+    on_host.replace(receipt, content.encode(), 0o644)
 
 
 def edited(site_packages: str, edit: dict[str, str]) -> bytes:
@@ -58,23 +60,6 @@ def edited(site_packages: str, edit: dict[str, str]) -> bytes:
             "Fix: mend the patch in node/patches.py"
         )
     return result
-
-
-def replace(path: str, content: bytes, mode: int | None = None) -> None:
-    """By rename, with the mode of the file that it replaces; its other hard links keep the old content."""
-    if mode is None:
-        mode = os.stat(path).st_mode & 0o7777
-    folder, name = os.path.split(path)
-    beside = f"{folder}/.{name}.kimi-nodes-new"
-    with open(beside, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fchmod(file.fileno(), mode)
-        os.fsync(file.fileno())
-    os.rename(beside, path)
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    os.fsync(descriptor)
-    os.close(descriptor)
 
 
 def refresh(python: str, path: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import os
 import re
 from typing import Any
@@ -21,7 +20,7 @@ def probe(
         "versions": {name: version(site_packages, name) for name in packages},
         "digests": {name: digest(f"{site_packages}/{name}") for name in files},
         "nvcc": nvcc_release(nvcc),
-        "receipt": read_object(receipt),
+        "receipt": on_host.json_object(receipt),
     }
 
 
@@ -44,12 +43,3 @@ def nvcc_release(path: str) -> str | None:
     said = on_host.run([path, "--version"])
     match = re.search(r"release (\d+\.\d+)", said["out"])
     return match.group(1) if said["code"] == 0 and match else None
-
-
-def read_object(path: str) -> dict[str, Any] | None:
-    """A JSON object in a file; None where there is no file or something else in it."""
-    try:
-        found = json.loads(on_host.text(path) or "null")
-    except ValueError:
-        return None
-    return found if isinstance(found, dict) else None

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kit import files, testing
+from kit import files, on_host, testing
 from kit.on_host import Problem
 from kit.refusal import Refusal
 from node import inventory, layout
@@ -174,7 +174,7 @@ def test_a_key_is_made_where_the_owner_gives_none(told: dict[str, Any]) -> None:
 
 def test_keys_that_are_not_those_of_now_are_noticed(told: dict[str, Any]) -> None:
     for path, content_ in edge_on_host.composed(told, make=True).items():
-        edge_on_host._write(path, content_, "root")
+        on_host.replace(path, content_.encode(), 0o600, "root")
     assert edge_on_host.key_differences(told) == []
     Path(told["clients"]).chmod(0o640)
     assert edge_on_host.key_differences(told) == [f"{told['clients']} is not made of the keys of now"]

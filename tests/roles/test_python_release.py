@@ -231,7 +231,6 @@ def test_the_unit_runs_the_builder_with_the_request_of_its_instance() -> None:
 def test_the_probe_measures_what_is_not_there_yet(tmp_path: Path) -> None:
     assert probe.free(str(tmp_path / "a" / "b")) > 0
     assert probe.installed(str(tmp_path / "none")) == []
-    assert probe.read_object(str(tmp_path / "none")) is None
 
 
 def request(tmp_path: Path, lock: str, wanted: dict[str, str], uv: str) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pwd
 import subprocess
 from pathlib import Path
 
@@ -182,6 +183,35 @@ def test_the_helpers_say_what_is_there(tmp_path: Path) -> None:
     assert none is None and below is None
     large = on_host.file_state(asked[0], digest_up_to=3)
     assert large is not None and large["sha256"] is None
+
+
+def test_a_json_object_is_read_or_there_is_none(tmp_path: Path) -> None:
+    path = tmp_path / "receipt.json"
+    for content, found in (('{"a": [1]}', {"a": [1]}), ("[1]", None), ('{"a": ', None), ("", None), ("\udcff", None)):
+        path.write_text(content, errors="surrogateescape")
+        assert on_host.json_object(str(path)) == found
+    path.write_text('{"a": "long enough"}')
+    assert on_host.json_object(str(path), up_to=8) is None
+    assert on_host.json_object(str(tmp_path / "none")) is None
+
+
+def test_a_file_is_replaced_by_one_rename_and_never_open_to_others(tmp_path: Path) -> None:
+    path, beside = tmp_path / "key", tmp_path / ".key.kimi-nodes-new"
+    path.write_text("old")
+    path.chmod(0o644)
+    other = tmp_path / "other"
+    os.link(path, other)
+    beside.symlink_to("elsewhere")  # left by somebody: not followed
+    before = os.umask(0)
+    try:
+        on_host.replace(str(path), b"new", 0o600, pwd.getpwuid(os.getuid()).pw_name)
+    finally:
+        os.umask(before)
+    assert (path.read_bytes(), path.stat().st_mode & 0o7777, other.read_text()) == (b"new", 0o600, "old")
+    with pytest.raises(KeyError):
+        on_host.replace(str(path), b"newer", 0o600, "no-such-user")
+    assert path.read_bytes() == b"new"
+    assert sorted(found.name for found in tmp_path.iterdir()) == ["key", "other"]
 
 
 def test_programs_are_run_without_a_shell_and_never_raise() -> None:
