@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import shlex
 import subprocess
 import sys
@@ -18,10 +17,9 @@ import pytest
 from node import layout
 from node.inventory import KEYS
 from node.layout import WeightsPaths
-from node.manifest import File, Manifest
-from tests.lab import hub, network, settings
+from node.manifest import Manifest
+from tests.lab import network, settings, shards
 from tests.lab.shell import run
-from tests.lab.tiny_model import REPOSITORY
 
 pytestmark = pytest.mark.lab
 ENVIRONMENT = {
@@ -147,24 +145,7 @@ def fleet() -> Iterator[Fleet]:
     lab("down")
     try:
         lab("up", str(len(NAMES)))
-        folder = LAB.state / "hub" / REPOSITORY
-        folder.mkdir(parents=True)
-        source = random.Random(6)
-        for number in range(1, SHARDS + 1):
-            with (folder / f"model-{number:05}-of-{SHARDS:06}.safetensors").open("wb") as shard:
-                for _ in range(SHARD // MIB):
-                    shard.write(source.randbytes(MIB))
-        (folder / "config.json").write_text("{}")
-        revision, listed = hub.Hub([LAB.state / "hub"], LAB.state / "none.json").listing(folder)
-        files = []
-        for entry in listed:
-            lfs = entry.get("lfs")
-            digest = str(lfs["oid"]) if isinstance(lfs, dict) else None
-            oid = None if digest else str(entry["oid"])
-            files.append(File(str(entry["path"]), (folder / str(entry["path"])).stat().st_size, digest, oid))
-        manifest = Manifest(REPOSITORY, revision, tuple(files))
-        path = LAB.state / "manifest.json"
-        path.write_text(manifest.dumps())
+        manifest, path = shards.publish(LAB, SHARDS, SHARD, seed=6)
         run(
             *("ip", "netns", "exec", LAB.namespace("services"), "tc", "qdisc", "add", "dev", "host0", "root"),
             *("tbf", "rate", UPLINK, "burst", "1mb", "latency", "50ms"),

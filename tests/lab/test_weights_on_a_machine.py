@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -17,9 +16,8 @@ import pytest
 
 from node import layout
 from node.layout import WeightsPaths
-from node.manifest import File, Manifest
-from tests.lab import hub, settings
-from tests.lab.tiny_model import REPOSITORY
+from node.manifest import Manifest
+from tests.lab import hub, settings, shards
 
 pytestmark = pytest.mark.lab
 ENVIRONMENT = {
@@ -103,22 +101,7 @@ def machine() -> Iterator[Weights]:
     lab("down")
     try:
         lab("up", "1")
-        folder = LAB.state / "hub" / REPOSITORY
-        folder.mkdir(parents=True)
-        source = random.Random(5)
-        for number in range(1, SHARDS + 1):
-            (folder / f"model-{number:05}-of-{SHARDS:06}.safetensors").write_bytes(source.randbytes(SHARD))
-        (folder / "config.json").write_text("{}")
-        revision, listed = hub.Hub([LAB.state / "hub"], LAB.state / "none.json").listing(folder)
-        files = []
-        for entry in listed:
-            lfs = entry.get("lfs")
-            digest = str(lfs["oid"]) if isinstance(lfs, dict) else None
-            oid = None if digest else str(entry["oid"])
-            files.append(File(str(entry["path"]), (folder / str(entry["path"])).stat().st_size, digest, oid))
-        manifest = Manifest(REPOSITORY, revision, tuple(files))
-        path = LAB.state / "manifest.json"
-        path.write_text(manifest.dumps())
+        manifest, path = shards.publish(LAB, SHARDS, SHARD, seed=5)
         yield Weights(manifest, path)
     finally:
         lab("down")
