@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import signal
@@ -44,6 +45,7 @@ def _interrupted(state: State) -> Callable[[int, FrameType | None], None]:
         if stopping:  # disconnecting hangs: a dead link
             os._exit(INTERRUPTED)
         stopping = True
+        atexit.register(_leave)  # a command killed below may count as a failed host before the exit is heard
         print("Stopped by Ctrl-C. Units started on the hosts go on; run again to join them.", file=sys.stderr)
         logging.getLogger("paramiko").setLevel(logging.CRITICAL)  # it prints a traceback of what is closed under it
         # pyinfra disconnects through the same pool in which commands still run, and would wait for them to end.
@@ -51,6 +53,12 @@ def _interrupted(state: State) -> Callable[[int, FrameType | None], None]:
         sys.exit(INTERRUPTED)
 
     return stop
+
+
+def _leave() -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(INTERRUPTED)
 
 
 def _watch(state: State) -> None:
