@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from node.manifest import loads
@@ -10,8 +11,15 @@ from tests.lab.shell import LabError
 
 
 def hosts() -> list[tuple[str, dict[str, Any]]]:
-    """(name, data) of every machine that is up. Raises LabError when there is none."""
-    lab = settings.read()
+    """(name, data) of every machine that is up. Ends the program with a line where none is."""
+    try:
+        return _hosts(settings.read())
+    except LabError as error:
+        sys.exit(str(error))
+
+
+def _hosts(lab: settings.Lab) -> list[tuple[str, dict[str, Any]]]:
+    """Raises LabError when there is none."""
     up = [name for name in machine.names(lab) if machine.running(lab, name)]
     if not up:
         raise LabError(f"lab {lab.name!r} has no machine that is up", fix="bin/lab up 1")

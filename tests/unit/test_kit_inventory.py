@@ -59,6 +59,7 @@ def test_a_limit_is_a_name_a_pattern_or_a_group(inventory: Path) -> None:
         ("\nraise KeyError('x')", "bad.py:2: KeyError: 'x'"),
         ("gpu = [('a', {'key': object()})]", "wanted text, numbers, lists or tables only"),
         ("gpu = []", "found no host in it"),
+        ("raise SystemExit('no machine is up. Fix: bin/lab up 1')", "no machine is up"),
     ],
 )
 def test_an_inventory_that_cannot_be_read_is_one_clear_line(tmp_path: Path, text: str, told: str) -> None:
@@ -74,6 +75,12 @@ def test_group_data_that_cannot_be_read_is_named_by_file_and_line(inventory: Pat
     (inventory.parent / "group_data/nodes.py").write_text("profile = 'tp8'\ngpu = b300\n")
     with pytest.raises(InventoryError, match=r"group_data/nodes\.py:2: NameError: name 'b300' is not defined"):
         load(inventory)
+
+
+def test_the_labs_inventory_without_a_lab_says_how_to_get_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KIMI_NODES_LAB", "nolab")
+    with pytest.raises(InventoryError, match=r"^lab 'nolab' has no machine that is up\nFix: bin/lab up 1$"):
+        load(ROOT / "inventory/lab.py")
 
 
 def test_a_missing_inventory_is_named(tmp_path: Path) -> None:
