@@ -58,6 +58,15 @@ def host_problems(found: dict[str, Any]) -> list[Problem]:
         )
     if not found["systemd"]:
         problems.append(Problem("init system", "no systemd", "systemd", "use a machine that boots with systemd"))
+    if found["weights_behind"]:
+        problems.append(
+            Problem(
+                "weights_directory",
+                f"it behind {found['weights_behind']}",
+                "folders that every user may go through: weights are fetched by a user of their own",
+                "choose another weights_directory, or open that folder to be gone through (chmod o+x)",
+            )
+        )
     network = ("nfs", "cifs", "smb", "lustre", "fuse.", "9p", "ceph", "gpfs", "beegfs")
     kind = found["weights_file_system"] or ""
     if kind.startswith(network):

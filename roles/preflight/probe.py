@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import shutil
+import stat
 from pathlib import Path
 
 from kit import on_host
@@ -32,6 +33,7 @@ def probe(query_fields: list[str], weights_directory: str | None) -> dict[str, o
             "lspci": _said("lspci", "-nn") or _bus(),
         },
         "weights_file_system": _file_system(weights_directory) if weights_directory else None,
+        "weights_behind": closed(weights_directory) if weights_directory else None,
     }
 
 
@@ -51,6 +53,15 @@ def _bus() -> str:
         if read["vendor"] == "10de" and read["class"].startswith("03"):
             lines.append(f"{device.name} {read['class'][:4]}: {read['vendor']}:{read['device']}")
     return "\n".join(lines)
+
+
+def closed(path: str) -> str | None:
+    """The first folder on the way to a path, itself included, that not every user may go through: "/root, mode 700"."""
+    real = Path(os.path.realpath(path))
+    for folder in (*reversed(real.parents), real):
+        if folder.is_dir() and not folder.stat().st_mode & stat.S_IXOTH:
+            return f"{folder}, mode {stat.S_IMODE(folder.stat().st_mode):o}"
+    return None
 
 
 def _file_system(path: str) -> str:

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -43,7 +44,7 @@ def test_the_probe_runs_whole_on_a_host() -> None:
 
 
 MANIFEST = Manifest(MODELS["lab-tiny"].repository, "b" * 40, (File("config.json", 10, "a" * 64),))
-GOOD: dict[str, Any] = {"uid": 0, "systemd": True, "weights_file_system": "ext4"}
+GOOD: dict[str, Any] = {"uid": 0, "systemd": True, "weights_file_system": "ext4", "weights_behind": None}
 
 
 def test_a_fit_host_has_no_problems() -> None:
@@ -57,6 +58,7 @@ def test_a_fit_host_has_no_problems() -> None:
         ({"systemd": False}, "no systemd"),
         ({"weights_file_system": "nfs4"}, "nfs4"),
         ({"weights_file_system": "fuse.sshfs"}, "fuse.sshfs"),
+        ({"weights_behind": "/root, mode 700"}, "found it behind /root, mode 700"),
     ],
 )
 def test_what_makes_a_host_unfit_is_said_with_its_fix(state: dict[str, Any], named: str) -> None:
@@ -84,6 +86,25 @@ def test_an_old_driver_that_works_is_warned_of_and_not_refused(
     plan = deploy.check.__wrapped__()  # type: ignore[attr-defined]
     assert plan.host == "gpu-1" and warned == plan.warnings
     assert [f"found {driver}" in str(one) and "Fix: upgrade the driver" in str(one) for one in warned] == [True] * count
+
+
+def test_a_folder_on_the_way_that_is_closed_is_found(tmp_path: Path) -> None:
+    """The agent is a user of its own: behind a home it could fetch nothing, and would say so only after a while."""
+    inner = tmp_path / "home/weights"
+    inner.mkdir(parents=True)
+    on_the_way = [folder for folder in (*reversed(inner.parents), inner) if not folder.stat().st_mode & 0o001]
+    for folder in on_the_way:
+        folder.chmod(folder.stat().st_mode | 0o001)
+    try:
+        assert probe_module.closed(str(inner / "not/there/yet")) is None
+        (tmp_path / "home").chmod(0o750)
+        assert probe_module.closed(str(inner / "not/there/yet")) == f"{tmp_path}/home, mode 750"
+        (tmp_path / "home").chmod(0o711)
+        inner.chmod(0o700)
+        assert probe_module.closed(str(inner)) == f"{inner}, mode 700"
+    finally:
+        for folder in reversed(on_the_way):
+            folder.chmod(folder.stat().st_mode & ~0o001)
 
 
 def test_sysfs_stands_in_for_lspci(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
