@@ -1013,7 +1013,24 @@ FINGERPRINTS: tuple[Fingerprint, ...] = (
         "kernels of this profile and release are wrong for cached prefixes on this GPU",
         fix=f"{_DEPLOY} --data profile=ANOTHER, or --data release=ANOTHER: every later message of a chat would be "
         "answered wrong",
+        source="vllm-ascend issue 5269; MiaAI-Lab/DeepSeek-v4-Flash-DSpark-2x-DGX-Spark issue 36",
+    ),
+    Fingerprint(
+        "cached-prefix-wrong-once",
+        _SERVER,
+        seen=(
+            "attempt 1 of 3: long prefix, again: the same text was answered right the first time; now, with 16960 of "
+            "its 17031 tokens from the prefix cache, asked 'Two drawers hold a word. Which words?', found the answer "
+            "'heron' (ended by stop), wanted 'heron' and 'maple' in it. Fix: x (84 s after the start)",
+        ),
+        patterns=(r"attempt \d of \d: [^:]+: the same text was answered right the first time; now, ",),
+        cause="a text was answered wrong when it came from the prefix cache, and right at a later attempt: an unlucky "
+        "sample, or kernels that are wrong now and then",
+        fix=f"python3 {TOOLS}/ready_probe.py {CONFIGURATION}/sglang-PROFILE.readiness.json --now, some times, on HOST "
+        "as root: where it is wrong again, another profile or release is to serve",
         source="files/tools/ready_probe.py",
+        severity="warning",
+        explained_by=("cached-prefix-wrong",),
     ),
     Fingerprint(
         "tool-call-unparsed",

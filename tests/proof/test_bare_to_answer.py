@@ -73,6 +73,9 @@ NEW, OLD = TOOLKITS["13.0"].prefix, TOOLKITS["12.8"].prefix
 SITE = f"$(echo {layout.CURRENT}/lib/python3*/site-packages)"
 WEIGHTS = "$(find /srv/weights -name '*.safetensors' -not -path '*/.staging/*' | sort | head -1)"
 
+FAULT, DROP_IN = "/run/fault", "/run/systemd/system/sglang-cpu.service.d"
+READ_BACK_WRONG = (PROJECT / "tests/proof/prefix_fault_on_node.py").read_text()
+
 BREAKS = (
     Break(
         "a part of the toolkit is removed",
@@ -110,10 +113,15 @@ BREAKS = (
         (".safetensors", "Fix: "),
     ),
     Break(
-        "the service is stopped",
+        "the service is stopped, and would read its prefix cache wrong",
         "inference_service",
+        f"mkdir -p {FAULT} {DROP_IN} && cat > {FAULT}/sitecustomize.py <<'END'\n{READ_BACK_WRONG}\nEND\n"
+        f"echo PYTHONPATH={FAULT}:{layout.TOOLS} > {FAULT}/env\n"
+        f"printf '[Service]\\nEnvironmentFile={FAULT}/env\\n' > {DROP_IN}/fault.conf\n"
         "systemctl stop 'sglang-*.service'",
         ("sglang-cpu.service", "Fix: "),
+        refused="long prefix, again: the same text was answered right the first time; now, with 396 of its 397 tokens",
+        mend=f"rm -r {FAULT} {DROP_IN}",
     ),
     Break(
         "current is pointed elsewhere",
