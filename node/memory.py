@@ -31,6 +31,7 @@ H200, measured) and the context of a monitor."""
 WAIT_SECONDS = 300
 """For memory that is being returned. SGLang ends by SIGKILL, also when it is asked to stop, and the driver then tears
 down eight contexts and unpins host memory by itself. A bound, not a measurement."""
+WAIT_MARGIN_SECONDS = 10
 
 BYTES_PER_KV_VALUE = {"auto": 2.0, "fp8_e4m3": 1.0}
 
@@ -155,6 +156,12 @@ def wanted_free(result: Fit) -> dict[int, int]:
     planned, or the start fails minutes later.
     """
     return {gpu.gpu: int((gpu.memory - HELD_BY_DRIVER) // MIB) for gpu in result.gpus}
+
+
+def wait_seconds(start_timeout: int) -> int:
+    """How long a start waits for GPU memory. systemd gives each command of a start all of start_timeout; ours ends
+    before it would be ended, because it says more."""
+    return min(WAIT_SECONDS, start_timeout - WAIT_MARGIN_SECONDS)
 
 
 def problems(

@@ -517,7 +517,7 @@ def _service(
         questions=within(model.questions, values["context_length"] or model.context_tokens),
         start_timeout=values["start_timeout"],
         gpu_memory=memory.wanted_free(fit) if fit else {},
-        gpu_memory_timeout=memory.WAIT_SECONDS,
+        gpu_memory_timeout=memory.wait_seconds(values["start_timeout"]),
         fetch_media=values["fetch_media"],
         api_key_file=values["api_key_file"],
     )

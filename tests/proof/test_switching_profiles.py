@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -35,56 +35,64 @@ SEGMENTS = ("nccl-AbCdEf", "psm_12ab34cd", "sem.mp-xyz", "torch_77_1", "sgl_shm_
 
 
 @pytest.fixture(scope="module")
-def node(deployed: Node) -> Iterator[Node]:
+def machine(deployed: Node) -> Iterator[Node]:
     deployed.ssh("journalctl --quiet --rotate --vacuum-time=1s")
     yield deployed
     deployed.ssh(f"rm -rf /run/systemd/system/{NEW.unit}.d /dev/shm/psm_of_another; systemctl daemon-reload")
 
 
-def state(node: Node, unit: str) -> dict[str, str]:
-    shown = node.ssh(f"systemctl show --property=ActiveState,Result,UnitFileState -- {unit}")
+def state(machine: Node, unit: str) -> dict[str, str]:
+    shown = machine.ssh(f"systemctl show --property=ActiveState,Result,UnitFileState -- {unit}")
     return dict(line.split("=", 1) for line in shown.splitlines())
 
 
-def running(node: Node) -> str:
+def running(machine: Node) -> str:
     """Units of servers that serve or try to, a line each."""
     states = "--state=active,activating,reloading"
-    return node.ssh(f"systemctl list-units 'sglang-*' {states} --no-legend --plain | cut -d' ' -f1")
+    return machine.ssh(f"systemctl list-units 'sglang-*' {states} --no-legend --plain | cut -d' ' -f1")
 
 
-def crashes(node: Node) -> int:
-    said = node.ssh(f"journalctl --no-pager --output=cat --boot --unit={NEW.unit}")
-    return said.splitlines().count(CRASH)
+def wait_until(holds: Callable[[], bool], what: str, seconds: float = 60) -> None:
+    until = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < until, f"not within {seconds:.0f} s: {what}"
+        time.sleep(1)
 
 
-def test_a_server_that_dies_while_it_loads_fails_the_deploy_at_once(node: Node) -> None:
+def journal(machine: Node, unit: str) -> str:
+    return machine.ssh(f"journalctl --boot --no-pager --output=cat --unit={unit}")
+
+
+def crashes(machine: Node) -> int:
+    return journal(machine, NEW.unit).splitlines().count(CRASH)
+
+
+def test_a_server_that_dies_while_it_loads_fails_the_deploy_at_once(machine: Node) -> None:
     """Not after the start timeout; with its own last words, with what was stopped for it, and how to go back."""
-    assert running(node) == OLD.unit
+    assert running(machine) == OLD.unit
     folder = f"/run/systemd/system/{NEW.unit}.d"
-    node.ssh(f"mkdir -p {folder}; cat > {folder}/crash.conf <<'END'\n{DROP_IN}END\nsystemctl daemon-reload")
+    machine.ssh(f"mkdir -p {folder}; cat > {folder}/crash.conf <<'END'\n{DROP_IN}END\nsystemctl daemon-reload")
     began = time.monotonic()
-    deployed = node.deploy(SWITCH)
-    assert deployed.code == 1, deployed.output
-    assert CRASH in deployed.output and f"{NEW.unit} did not start" in deployed.output and "Fix: " in deployed.output
-    assert f"to go back: --data profile={OLD.profile}" in deployed.output
+    done = machine.deploy(SWITCH)
+    assert done.code == 1, done.output
+    assert CRASH in done.output and f"{NEW.unit} did not start" in done.output and "Fix: " in done.output
+    assert f"to go back: --data profile={OLD.profile}" in done.output
     assert time.monotonic() - began < AT_ONCE
 
 
-def test_a_crash_loop_ends_at_the_limit(node: Node) -> None:
-    until = time.monotonic() + 120
-    while state(node, NEW.unit)["ActiveState"] != "failed" and time.monotonic() < until:
-        time.sleep(1)
+def test_a_crash_loop_ends_at_the_limit(machine: Node) -> None:
+    wait_until(lambda: state(machine, NEW.unit)["ActiveState"] == "failed", "systemd gives up", seconds=120)
     time.sleep(5)  # it would start again after one
-    ended = state(node, NEW.unit)
+    ended = state(machine, NEW.unit)
     assert ended["ActiveState"] == "failed", ended
-    assert crashes(node) == STARTS
-    assert "Start request repeated too quickly" in node.ssh(f"journalctl --boot --no-pager --unit={NEW.unit}")
+    assert crashes(machine) == STARTS
+    assert "Start request repeated too quickly" in journal(machine, NEW.unit)
 
 
-def test_after_a_failed_switch_nothing_serves_and_nothing_competes(node: Node) -> None:
+def test_after_a_failed_switch_nothing_serves_and_nothing_competes(machine: Node) -> None:
     """The old one is stopped and would not come back at a boot to fight for the GPUs; it is not removed yet."""
-    assert running(node) == ""
-    old = state(node, OLD.unit)
+    assert running(machine) == ""
+    old = state(machine, OLD.unit)
     assert (old["ActiveState"], old["UnitFileState"]) == ("inactive", "disabled")
 
 
@@ -92,7 +100,7 @@ GPU_UNITS = ("tp8", "pp8")
 
 
 @pytest.fixture
-def gpu_units(node: Node) -> Iterator[tuple[Plan, ...]]:
+def gpu_units(machine: Node) -> Iterator[tuple[Plan, ...]]:
     """Units of GPU profiles as they are laid down, without what compiles and asks; for the engine stands `sleep`."""
     plans = tuple(planned(profile) for profile in GPU_UNITS)
     for plan in plans:
@@ -107,97 +115,86 @@ def gpu_units(node: Node) -> Iterator[tuple[Plan, ...]]:
             (paths.environment, systemd.environment_file(plan.service.environment)),
             (paths.gpu_memory, json.dumps(content.gpu_memory(plan))),
         ):
-            node.ssh(f"cat > {path} <<'END'\n{text}\nEND")
-    node.ssh("systemctl daemon-reload")
+            machine.ssh(f"cat > {path} <<'END'\n{text}\nEND")
+    machine.ssh("systemctl daemon-reload")
     yield plans
     units = " ".join(plan.service.unit for plan in plans)
     laid = [f"/run/systemd/system/{plan.service.unit}" for plan in plans]
     laid += [path for plan in plans for path in plan.service_paths.files]
-    lab("gpus", node.name, "{}")
-    node.ssh(f"systemctl stop {units}; systemctl reset-failed {units} 2>/dev/null; rm -f {' '.join(laid)}")
-    node.ssh("systemctl daemon-reload")
+    lab("gpus", machine.name, "{}")
+    machine.ssh(f"systemctl stop {units}; systemctl reset-failed {units} 2>/dev/null; rm -f {' '.join(laid)}")
+    machine.ssh("systemctl daemon-reload")
 
 
-def journal(node: Node, unit: str) -> str:
-    return node.ssh(f"journalctl --boot --no-pager --output=cat --unit={unit}")
-
-
-def wait_for(node: Node, unit: str, wanted: str, seconds: float = 60) -> None:
-    """Until a unit is in that state, or the time is up, or the journal says it."""
-    until = time.monotonic() + seconds
-    while time.monotonic() < until:
-        if state(node, unit)["ActiveState"] == wanted or wanted in journal(node, unit):
-            return
-        time.sleep(1)
-    raise AssertionError(f"{unit}: {state(node, unit)}, wanted {wanted}\n{journal(node, unit)[-2000:]}")
-
-
-def test_a_start_waits_for_gpu_memory_and_profiles_exclude_each_other(node: Node, gpu_units: tuple[Plan, ...]) -> None:
+def test_a_start_waits_for_gpu_memory_and_profiles_exclude_each_other(
+    machine: Node, gpu_units: tuple[Plan, ...]
+) -> None:
     """In the sandbox of the unit, by its own Conflicts= and After=, with no help from a deploy."""
     first, second = (plan.service.unit for plan in gpu_units)
-    lab("gpus", node.name, json.dumps({"held": {"0": 60_000}}))
-    node.ssh(f"systemctl start --no-block {first}")
-    wait_for(node, first, "held by no process that nvidia-smi names")
-    assert state(node, first)["ActiveState"] == "activating"
-    lab("gpus", node.name, "{}")
-    wait_for(node, first, "active")
+    lab("gpus", machine.name, json.dumps({"held": {"0": 60_000}}))
+    machine.ssh(f"systemctl start --no-block {first}")
+    waiting = "held by no process that nvidia-smi names"
+    wait_until(lambda: waiting in journal(machine, first), "it says that it waits")
+    assert state(machine, first)["ActiveState"] == "activating"
+    lab("gpus", machine.name, "{}")
+    wait_until(lambda: state(machine, first)["ActiveState"] == "active", "it starts when the memory is free")
 
-    node.ssh(f"systemctl start {second}")
-    assert running(node) == second
-    said = node.ssh("journalctl --boot --output=cat --no-pager _PID=1").splitlines()
+    machine.ssh(f"systemctl start {second}")
+    assert running(machine) == second
+    said = machine.ssh("journalctl --boot --output=cat --no-pager _PID=1").splitlines()
     stopped = max(number for number, line in enumerate(said) if line.startswith(f"Stopped {first}"))
     assert stopped < max(number for number, line in enumerate(said) if line.startswith(f"Starting {second}"))
-    node.ssh(f"systemctl stop {second}")
+    machine.ssh(f"systemctl stop {second}")
 
 
-def test_a_start_fails_at_once_where_somebody_else_has_the_gpus(node: Node, gpu_units: tuple[Plan, ...]) -> None:
+def test_a_start_fails_at_once_where_somebody_else_has_the_gpus(machine: Node, gpu_units: tuple[Plan, ...]) -> None:
     unit = gpu_units[0].service.unit
-    node.ssh("setsid runuser -u nobody -- sleep 300 </dev/null >/dev/null 2>&1 &")
-    stranger = node.ssh("until pgrep -u nobody -x sleep; do sleep 0.1; done")
+    machine.ssh("setsid runuser -u nobody -- sleep 300 </dev/null >/dev/null 2>&1 &")
+    stranger = machine.ssh("until pgrep -u nobody -x sleep; do sleep 0.1; done")
     held = {"seat": 3, "pid": int(stranger), "memory": 60_000, "name": "/usr/bin/sleep"}
-    lab("gpus", node.name, json.dumps({"processes": [held]}))
+    lab("gpus", machine.name, json.dumps({"processes": [held]}))
     began = time.monotonic()
-    assert node.ssh(f"systemctl start {unit} || echo failed", check=False) == "failed"
+    assert machine.ssh(f"systemctl start {unit} || echo failed", check=False) == "failed"
     assert time.monotonic() - began < 30
-    said = journal(node, unit)
-    node.ssh(f"systemctl stop {unit}; kill {stranger}")
+    said = journal(machine, unit)
+    machine.ssh(f"systemctl stop {unit}; kill {stranger}")
     assert f"{stranger} sleep (user nobody) 60000 MiB" in said and "Fix: stop process" in said, said[-2000:]
 
 
-def test_one_value_brings_back_what_served_before(node: Node) -> None:
+def test_one_value_brings_back_what_served_before(machine: Node) -> None:
     """And a start takes away what a killed predecessor left in memory, whatever its name, and nothing of others."""
     for name in SEGMENTS:
-        node.ssh(f"echo left > /dev/shm/{name}; chown {layout.SERVICE_USER}: /dev/shm/{name}")
-    node.ssh("echo precious > /dev/shm/psm_of_another; chown nobody: /dev/shm/psm_of_another")
-    deployed = node.deploy()
-    assert deployed.code == 0, deployed.output
-    assert running(node) == OLD.unit and state(node, OLD.unit)["UnitFileState"] == "enabled"
-    assert "391" in lab("ask", node.name)
-    assert node.ssh(f"ls {' '.join(NEW.files)} 2>/dev/null", check=False) == ""
-    left = node.ssh("ls /dev/shm").split()
+        machine.ssh(f"echo left > /dev/shm/{name}; chown {layout.SERVICE_USER}: /dev/shm/{name}")
+    machine.ssh("echo precious > /dev/shm/psm_of_another; chown nobody: /dev/shm/psm_of_another")
+    done = machine.deploy()
+    assert done.code == 0, done.output
+    assert running(machine) == OLD.unit and state(machine, OLD.unit)["UnitFileState"] == "enabled"
+    assert "391" in lab("ask", machine.name)
+    assert machine.ssh(f"ls {' '.join(NEW.files)} 2>/dev/null", check=False) == ""
+    left = machine.ssh("ls /dev/shm").split()
     assert not set(left) & set(SEGMENTS) and "psm_of_another" in left, left
 
 
-def test_a_switch_stops_the_one_before_it_starts_the_other(node: Node) -> None:
-    before = state(node, OLD.unit)
+def test_a_switch_stops_the_one_before_it_starts_the_other(machine: Node) -> None:
+    before = state(machine, OLD.unit)
     assert before["ActiveState"] == "active"
-    node.ssh(f"rm -r /run/systemd/system/{NEW.unit}.d; systemctl daemon-reload")
-    deployed = node.deploy(SWITCH)
-    assert deployed.code == 0, deployed.output
-    assert running(node) == NEW.unit and state(node, NEW.unit)["UnitFileState"] == "enabled"
-    assert "391" in lab("ask", node.name)
-    assert node.ssh(f"ls {' '.join(OLD.files)} 2>/dev/null", check=False) == ""
-    said = node.ssh("journalctl --boot --output=short-monotonic --no-pager _PID=1").splitlines()
+    machine.ssh(f"rm -r /run/systemd/system/{NEW.unit}.d; systemctl daemon-reload")
+    done = machine.deploy(SWITCH)
+    assert done.code == 0, done.output
+    assert running(machine) == NEW.unit and state(machine, NEW.unit)["UnitFileState"] == "enabled"
+    assert "391" in lab("ask", machine.name)
+    assert machine.ssh(f"ls {' '.join(OLD.files)} 2>/dev/null", check=False) == ""
+    said = machine.ssh("journalctl --boot --output=short-monotonic --no-pager _PID=1").splitlines()
     stopped = [number for number, line in enumerate(said) if f"Stopped {OLD.unit}" in line]
     started = [number for number, line in enumerate(said) if f"Starting {NEW.unit}" in line]
     assert stopped[-1] < started[-1], said[-20:]
 
 
-def test_what_was_switched_to_is_as_planned_in_every_process(node: Node) -> None:
+def test_what_was_switched_to_is_as_planned_in_every_process(machine: Node) -> None:
     """Two stages, each its own scheduler, with the patches: the verify suite, told of the same value."""
-    titles = node.ssh("ps -eo args | grep ^sglang::scheduler | sort").splitlines()
+    titles = machine.ssh("ps -eo args | grep ^sglang::scheduler | sort").splitlines()
     assert [title.split("_")[1].strip() for title in titles] == ["PP0", "PP1"], titles
-    verified = node.verify("inference_service", data=(SWITCH,))
+    verified = machine.verify("inference_service", data=(SWITCH,))
     assert verified.code == 0, verified.output
-    again = node.deploy(SWITCH)
+    again = machine.deploy(SWITCH)
     assert again.code == 0 and again.changed == (), again.output

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from node.memory import GIB, fit, graph_batch, problems, stages, weights_per_gpu
+from node.memory import GIB, MIB, fit, graph_batch, problems, stages, wait_seconds, wanted_free, weights_per_gpu
 from node.models import DRAFTERS, KIMI_K26_ARCHITECTURE, MODELS
 from node.profiles import PROFILES
 
@@ -146,3 +146,20 @@ def test_a_tight_cache_captures_fewer_graphs() -> None:
     roomy = fit(KIMI_K26_ARCHITECTURE, PROFILES["tp8"], PRO6000)
     tight = fit(KIMI_K26_ARCHITECTURE, PROFILES["tp8"], PRO6000, memory_fraction=0.75)
     assert roomy.graph_batch == 512 > tight.graph_batch == tight.tokens // 256
+
+
+@pytest.mark.parametrize("name", [name for name, profile in PROFILES.items() if profile.device == "cuda"])
+def test_what_must_be_free_before_a_start_is_what_the_plan_takes_and_no_more_than_there_is(name: str) -> None:
+    """More could never be free: a GPU at rest has some of it in use by its driver. Less would let a start eat into the
+    KV cache that the plan promises."""
+    result = fit(KIMI_K26_ARCHITECTURE, PROFILES[name], PRO6000)
+    wanted = wanted_free(result)
+    assert wanted.keys() == {gpu.gpu for gpu in result.gpus}
+    for gpu in result.gpus:
+        at_rest = gpu.memory / MIB - 1112
+        assert (gpu.weights + max(0, gpu.kv_cache)) / MIB < wanted[gpu.gpu] < at_rest
+
+
+@pytest.mark.parametrize("start_timeout", [60, 200, 3600])
+def test_waiting_for_gpu_memory_ends_before_systemd_ends_it(start_timeout: int) -> None:
+    assert 0 < wait_seconds(start_timeout) < start_timeout
