@@ -230,6 +230,13 @@ KEYS = {
             unit="tokens",
             check=_between(256, 10_000_000),
         ),
+        Key(
+            "cubins_repository",
+            str,
+            "A mirror of the kernels that NVIDIA ships compiled for FlashInfer (B200, B300), for sites that do not "
+            "reach NVIDIA's own. It serves the same paths; index pages are not needed.",
+            check=_https,
+        ),
         Key("kv_cache_dtype", str, "The type of the KV cache.", default="auto", choices=("auto", "fp8_e4m3")),
         Key(
             "memory_fraction",

@@ -51,6 +51,10 @@ EDGE_ROOT_CERTIFICATE = f"{EDGE_STATE}/caddy/pki/authorities/local/root.crt"
 EDGE_RUNTIME = "/run/kimi-edge"  # in memory: Caddy saves what it runs, keys included
 EDGE_ADMIN = f"{EDGE_RUNTIME}/admin.sock"
 ENGINE_LOGGING = f"{CONFIGURATION}/engine-logging.json"
+CUBINS_AGENT = f"{TOOLS}/cubins.py"
+CUBINS_CONFIGURATION = f"{CONFIGURATION}/cubins.json"
+CUBINS_UNIT = "kimi-cubins.service"
+CUBINS_RUNTIME = "/run/kimi-cubins"
 
 SERVICE_USER = "sglang"
 WEIGHTS_USER = "kimi-weights"
@@ -104,6 +108,15 @@ class ReleasePaths:
     @property
     def patches_receipt(self) -> str:
         return f"{RECEIPTS}/patches-{self.digest}.json"
+
+    @property
+    def cubins(self) -> str:
+        """Kernels that NVIDIA ships compiled, for a release whose lock brings none."""
+        return f"{self.cache}/cubins"
+
+    @property
+    def cubins_receipt(self) -> str:
+        return f"{self.cubins}/fetched.json"
 
     @property
     def warmup_receipt(self) -> str:

@@ -15,7 +15,7 @@ from packaging.version import Version
 
 from node import edge as edge_module
 from node import hardware as hardware_module
-from node import inventory, memory, systems, tools
+from node import inventory, kernels, memory, systems, tools
 from node import sharing as sharing_module
 from node.edge import Edge
 from node.hardware import Hardware
@@ -72,7 +72,8 @@ class Service:
 
     unit: its name; conflicts: the units of every other profile. arguments: the whole argument vector but the key file,
     which the unit adds from its credentials. environment: all that the process is given. architectures: FlashInfer's
-    names of the GPU architectures to warm, e.g. ("12.0f",). questions: what readiness asks. start_timeout: seconds.
+    names of the GPU architectures to warm, e.g. ("12.0f",). modules: what is compiled for them before it starts.
+    questions: what readiness asks. start_timeout: seconds.
     gpu_memory: MiB that each GPU of the profile must have free before a start, by its index; empty without GPUs.
     gpu_memory_timeout: seconds to wait for that. fetch_media: "none" or "public", what it may fetch for its clients.
     """
@@ -86,12 +87,25 @@ class Service:
     arguments: tuple[str, ...]
     environment: Mapping[str, str]
     architectures: tuple[str, ...]
+    modules: tuple[kernels.Call, ...]
     questions: tuple[Question, ...]
     start_timeout: int
     gpu_memory: Mapping[int, int]
     gpu_memory_timeout: int
     fetch_media: str
     api_key_file: str | None
+
+
+@dataclass(frozen=True)
+class Cubins:
+    """Kernels that NVIDIA ships compiled, and FlashInfer fetches at first use unless they lie there before.
+
+    repository: where they come from, an address that ends in a slash; "" for FlashInfer's own, which is NVIDIA's.
+    directory: where they lie on the host (FLASHINFER_CUBIN_DIR).
+    """
+
+    repository: str
+    directory: str
 
 
 @dataclass(frozen=True)
@@ -116,6 +130,7 @@ class Plan:
     sharing: Sharing | None
     fit: memory.Fit | None
     service: Service
+    cubins: Cubins | None
     edge: Edge | None
 
     @property
@@ -231,6 +246,7 @@ def make(
         sharing=sharing,
         fit=fit,
         service=_service(values, release, toolkit, profile, model, drafter, weights, paths, declared, fit),
+        cubins=_cubins(values, release, model, paths),
         edge=edge,
     )
 
@@ -514,6 +530,7 @@ def _service(
         arguments=(paths.python, "-m", "sglang.launch_server", *release.arguments(options)),
         environment=_environment(release, toolkit, paths, profile, declared, gpu.flashinfer_architecture),
         architectures=(gpu.flashinfer_architecture,),
+        modules=kernels.modules(release, gpu.compute_capability, model, values["kv_cache_dtype"]),
         questions=within(model.questions, values["context_length"] or model.context_tokens),
         start_timeout=values["start_timeout"],
         gpu_memory=memory.wanted_free(fit) if fit else {},
@@ -521,6 +538,13 @@ def _service(
         fetch_media=values["fetch_media"],
         api_key_file=values["api_key_file"],
     )
+
+
+def _cubins(values: dict[str, Any], release: Release, model: Model, paths: ReleasePaths) -> Cubins | None:
+    compute_capability = hardware_module.GPU_MODELS[values["gpu"]].compute_capability
+    if not kernels.wants_cubins(release, compute_capability, model):
+        return None
+    return Cubins(values["cubins_repository"] or "", paths.cubins)
 
 
 def _environment(
@@ -538,6 +562,12 @@ def _environment(
         "HF_HUB_OFFLINE": "1",
         "HF_HUB_DISABLE_TELEMETRY": "1",
         "PYTHONUNBUFFERED": "1",
+        # For what the server itself still compiles. Its processes reach a module at the same time and wait for each
+        # other's lock, but not two modules; ninja's own number is that of the cores and two, whatever memory is left.
+        # FlashInfer, TVM-FFI and torch read it. The warm-up takes a number of its own, by what memory is free.
+        "MAX_JOBS": "4",
+        # What is not in FLASHINFER_CUBIN_DIR is an error that says so, not a download in front of a user.
+        "FLASHINFER_NO_DOWNLOAD": "1",
         # One node: gloo and NCCL would else listen on the first network card's address.
         "GLOO_SOCKET_IFNAME": "lo",
         "NCCL_SOCKET_IFNAME": "lo",

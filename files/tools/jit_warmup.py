@@ -1,4 +1,4 @@
-"""Compile, before the server starts, what FlashInfer would compile in front of the first user: its sampling module.
+"""Compile, before the server starts, what it would compile in front of its first users: parts of FlashInfer and SGLang.
 
     PYTHON jit_warmup.py CONFIGURATION            compile what is not there; noop where the receipt holds
     PYTHON jit_warmup.py CONFIGURATION --check    say why it is not warm (exit 3), change nothing
@@ -7,7 +7,12 @@ PYTHON is the release's own, and the environment is the server's (EnvironmentFil
 process that computes the same folder, the same flags and the same tool paths. CONFIGURATION is JSON:
 
     {"release": digest, "architecture": "12.0f", "environment": {names that decide what is compiled: values},
-     "library": folder in the cache, "receipt": path, "nvcc": "13.0"}
+     "modules": [{"source": Python module, "function": name, "arguments": [...], "cubins": wanted for it}],
+     "library": folder in the cache, "receipt": path, "nvcc": "13.0",
+     "cubins": null, or {"receipt": path, "problem": path, "lock": path, "status": path, "unit": name} of cubins.py}
+
+Which modules a node needs is decided in node/kernels.py. Those of FlashInfer's that include headers of the kernels that
+NVIDIA ships compiled come last, after waiting for the unit that fetches these.
 
 Which cache does the engine use? Read in sglang 0.5.12.post1, 0.5.17, 0.5.23 and flashinfer 0.6.11.post1, 0.6.15.post1:
 
@@ -23,6 +28,11 @@ So a module compiled the obvious way, under "12.0f" all along, is compiled a sec
 the same order, with the release's own functions: import, set_cuda_arch (told the capability that the plan declares, for
 there may be no GPU yet), build_and_load; then ninja is asked whether it would do anything at all.
 
+SGLang's own modules (load_jit of sglang/jit_kernel/utils.py, later sglang/kernels/jit/utils/compile.py) go through
+TVM-FFI to $TVM_FFI_CACHE_DIR. Flags and folder follow from the device's capability, which we tell as above, and from
+nvcc's version. 0.5.12.post1 runs ninja each time; later releases load the library if it is there. Which library that
+is, is read from this process's own maps once the release has loaded it.
+
 FLASHINFER_JIT_VERBOSE and FLASHINFER_JIT_DEBUG must not be set: they change flags (-O0 -g). MAX_JOBS changes none.
 """
 
@@ -31,22 +41,25 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
+import importlib
 import json
 import os
 import re
 import shutil
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-FORMAT = 1
+FORMAT = 2
 NOT_WARM = 3
 # The largest of the sampling module's three compilations took 1.0 GiB (measured, nvcc 13.0); twice that, to be safe.
 BYTES_PER_JOB = 2 * 1024**3
+ONE_FILE = 1  # see `order`
+CUBINS_SECONDS = 3600  # as long as the unit that fetches them may take
+CUBINS_GRACE_SECONDS = 60  # within which systemd has started it, and its Python has come to take its lock
 FLAG_CHANGING = ("FLASHINFER_JIT_VERBOSE", "FLASHINFER_JIT_DEBUG")
 
 
@@ -86,17 +99,18 @@ def warm(asked: Mapping[str, Any]) -> None:
             print(f"not warm: {reason}", flush=True)
         forget_changed(Path(asked["receipt"]))
         began = time.monotonic()
-        module = compile_sampling(asked)
+        modules = compile_modules(asked)
         receipt = {
             "format": FORMAT,
             "asked": dict(asked),
             "nvcc": nvcc_version(asked),
-            "modules": [module],
+            "modules": modules,
             "seconds": round(time.monotonic() - began, 1),
             "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         }
         write_json(Path(asked["receipt"]), receipt)
-        print(f"warm: {module['name']} for {module['compiled_for']} in {receipt['seconds']:.0f} s", flush=True)
+        names = ", ".join(module["name"] for module in modules)
+        print(f"warm: {names} in {receipt['seconds']:.0f} s", flush=True)
 
 
 def why_not_warm(asked: Mapping[str, Any]) -> list[str]:
@@ -160,7 +174,7 @@ def nvcc_version(asked: Mapping[str, Any]) -> str:
     return found[2]
 
 
-def compile_sampling(asked: Mapping[str, Any]) -> dict[str, Any]:
+def compile_modules(asked: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Do what the engine does up to its first sampled token, without a GPU. Raises Problem."""
     check_environment(asked)
     architecture = asked["architecture"]
@@ -169,48 +183,159 @@ def compile_sampling(asked: Mapping[str, Any]) -> dict[str, Any]:
         raise Problem(f"architecture: found {architecture!r}, wanted one like 12.0f. Fix: mend node/hardware.py")
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a server that still runs has its GPUs to itself; no flag depends on them
     os.environ["MAX_JOBS"] = str(jobs())
-    say(phase="importing FlashInfer")
+    say(phase="importing FlashInfer and SGLang")
 
     # The engine's order: flashinfer is imported under the unit's variable, and only then set_cuda_arch overwrites it.
     import flashinfer.sampling  # noqa: F401
     import torch
-    from flashinfer.jit import env as jit_env
-    from flashinfer.jit.sampling import gen_sampling_module
     from sglang.srt.utils import common
 
     torch.cuda.get_device_capability = lambda device=None: (int(capability[1]), int(capability[2]))
+    torch.cuda.current_device = lambda: 0  # SGLang asks for it before it asks for the capability
     common.is_flashinfer_available = lambda: True  # it asks for a GPU, which we hide
     common.set_cuda_arch()
-    compiled_for = os.environ["FLASHINFER_CUDA_ARCH_LIST"]
 
-    spec = gen_sampling_module()
-    print(f"compiling {spec.name} for {compiled_for} with {os.environ['MAX_JOBS']} jobs", flush=True)
-    with watched(spec.build_dir, len(spec.sources) + 1):
-        try:
-            spec.build(verbose=True)
-        except RuntimeError as error:
-            raise Problem(
-                f"{spec.name}: the compiler failed ({str(error).splitlines()[0]}), wanted it compiled for "
-                f"{compiled_for}. Fix: see the first 'error' above; a missing header is an incomplete toolkit, and "
-                "deploying again mends it"
-            ) from None
-    spec.build_and_load()  # the engine's own call: nothing is compiled now, and the library's own libraries are found
-    library = Path(spec.get_library_path())
-    check_nothing_left(Path(spec.ninja_path), library.parent)
-    found = gpu_architectures(library.read_bytes())
     wanted = int(capability[1]) * 10 + int(capability[2])
-    if found != {wanted}:
-        raise Problem(f"{library}: found code for {sorted(found)}, wanted sm_{wanted} alone. Fix: report this")
-    if not library.is_relative_to(asked["library"]):
-        raise Problem(f"{library}: found it there, wanted it below {asked['library']}. Fix: report this")
-    return {
-        "name": spec.name,
-        "compiled_for": compiled_for,
-        "architectures": sorted(found),
-        "jobs": int(os.environ["MAX_JOBS"]),
-        "workspace": str(jit_env.FLASHINFER_WORKSPACE_DIR),
-        "files": [{"path": str(path), "sha256": digest(path)} for path in (library, Path(spec.ninja_path))],
-    }
+    modules: list[dict[str, Any]] = []
+    calls = sorted(asked["modules"], key=order)
+    alone = [call for call in calls if order(call) == ONE_FILE]
+    for number, call in enumerate(calls):
+        if alone and call is alone[0]:
+            compile_in_children(alone, int(os.environ["MAX_JOBS"]))
+        if call["cubins"]:
+            wait_for_cubins(asked["cubins"])
+        name = named(call)
+        say(phase=f"compiling {name}", done=number, total=len(calls), unit="modules")
+        print(f"compiling {name}", flush=True)
+        began = time.monotonic()
+        files = compile_module(call, name)
+        for library in files:
+            found = gpu_architectures(library.read_bytes())
+            if found != {wanted}:
+                raise Problem(f"{library}: found code for {sorted(found)}, wanted sm_{wanted} alone. Fix: report this")
+            if not library.is_relative_to(asked["library"]):
+                raise Problem(f"{library}: found it there, wanted it below {asked['library']}. Fix: report this")
+            check_nothing_left(library.with_name("build.ninja"))
+        modules.append(
+            {
+                "name": name,
+                "seconds": round(time.monotonic() - began, 1),
+                "jobs": int(os.environ["MAX_JOBS"]),
+                "files": [
+                    {"path": str(path), "sha256": digest(path)}
+                    for library in files
+                    for path in (library, library.with_name("build.ninja"))
+                ],
+            }
+        )
+    return modules
+
+
+def named(call: Mapping[str, Any]) -> str:
+    """sglang.kernels.ops.moe.moe_wna16_marlin._jit_moe_wna16_marlin_module(torch.bfloat16, False)"""
+    return f"{call['source']}.{call['function']}({', '.join(map(str, call['arguments']))})"
+
+
+def order(call: Mapping[str, Any]) -> int:
+    """First FlashInfer's, of several files each, which ninja compiles at once; then SGLang's, of one file each, which
+    are compiled at once here; last what waits for another unit."""
+    if call["cubins"]:
+        return ONE_FILE + 1
+    return ONE_FILE if call["source"].startswith("sglang.") else ONE_FILE - 1
+
+
+def compile_in_children(calls: list[Mapping[str, Any]], jobs: int) -> None:
+    """Compile these, `jobs` at a time, one compiler each. What fails is told by who comes to load it afterwards."""
+    print(f"compiling {len(calls)} modules of one file each, {jobs} at a time", flush=True)
+    waiting, children = list(calls), set[int]()
+    while waiting or children:
+        if waiting and len(children) < jobs:
+            call = waiting.pop()  # the largest, of experts, come last in the table and first here
+            child = os.fork()
+            if child == 0:
+                code = 1
+                try:
+                    os.environ["MAX_JOBS"] = "1"
+                    compile_module(call, named(call))
+                    code = 0
+                finally:
+                    os._exit(code)
+            children.add(child)
+            continue
+        say(phase="compiling SGLang's kernels", done=len(calls) - len(waiting) - len(children), total=len(calls))
+        children.discard(os.wait()[0])
+
+
+def compile_module(call: Mapping[str, Any], name: str) -> list[Path]:
+    """Build and load one module by the release's own function. -> its libraries. Raises Problem."""
+    import torch
+
+    arguments = [
+        getattr(torch, argument.removeprefix("torch."))
+        if isinstance(argument, str) and argument.startswith("torch.")
+        else argument
+        for argument in call["arguments"]
+    ]
+    before = loaded_libraries()
+    try:
+        made = getattr(importlib.import_module(call["source"]), call["function"])(*arguments)
+        if hasattr(made, "build_and_load"):  # FlashInfer's say what to build; SGLang's have built it
+            made.build(verbose=True)
+            made.build_and_load()  # the engine's own call: nothing is compiled now
+    except Exception as error:
+        print(error, file=sys.stderr, flush=True)
+        raise Problem(
+            f"{name}: found that it cannot be compiled ({str(error).strip().splitlines()[:1]}), wanted it compiled and "
+            "loaded. Fix: see the first 'error' above; a missing header is an incomplete toolkit, and deploying again "
+            "mends it"
+        ) from None
+    libraries = sorted(loaded_libraries() - before)
+    built = [library for library in libraries if library.with_name("build.ninja").exists()]
+    if not built:
+        raise Problem(f"{name}: found no library loaded for it, wanted one in the cache. Fix: report this")
+    return built
+
+
+def loaded_libraries() -> set[Path]:
+    """Shared libraries in this process."""
+    lines = Path("/proc/self/maps").read_text(encoding="utf-8", errors="surrogateescape").splitlines()
+    paths = (line.split(maxsplit=5)[-1] for line in lines if "/" in line)
+    return {Path(path) for path in paths if path.endswith(".so")}
+
+
+def wait_for_cubins(cubins: Mapping[str, str]) -> None:
+    """Until the unit that fetches them is done. Raises Problem with its own words, or where it is not at work."""
+    began = time.monotonic()
+    started = time.time()
+    while not Path(cubins["receipt"]).exists() or held(cubins["lock"]):
+        waited = time.monotonic() - began
+        problem = Path(cubins["problem"])
+        with contextlib.suppress(OSError):
+            if not held(cubins["lock"]) and (problem.stat().st_mtime >= started or waited > CUBINS_GRACE_SECONDS):
+                raise Problem(problem.read_text(encoding="utf-8").strip())
+        if waited > CUBINS_SECONDS or (waited > CUBINS_GRACE_SECONDS and not held(cubins["lock"])):
+            raise Problem(
+                f"{cubins['receipt']}: found no receipt after {waited:.0f} s, wanted the kernels that NVIDIA ships "
+                f"compiled fetched by {cubins['unit']}. Fix: journalctl -u {cubins['unit']}, then deploy again"
+            )
+        with contextlib.suppress(OSError, ValueError):
+            say(**json.loads(Path(cubins["status"]).read_text(encoding="utf-8")))
+        time.sleep(1)
+
+
+def held(lock: str) -> bool:
+    """Whether a process holds this lock."""
+    try:
+        descriptor = os.open(lock, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
 
 
 def check_environment(asked: Mapping[str, Any]) -> None:
@@ -226,9 +351,9 @@ def check_environment(asked: Mapping[str, Any]) -> None:
             raise Problem(f"{name}: found it set, wanted it unset: it changes flags. Fix: remove it from the unit")
 
 
-def check_nothing_left(build_file: Path, folder: Path) -> None:
+def check_nothing_left(build_file: Path) -> None:
     """ninja would compile nothing more. Raises Problem."""
-    command = ["ninja", "-n", "-C", str(folder), "-f", str(build_file)]
+    command = ["ninja", "-n", "-C", str(build_file.parent), "-f", str(build_file)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0 or "no work to do" not in done.stdout:
         raise Problem(
@@ -280,26 +405,6 @@ def locked(path: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
-
-
-@contextlib.contextmanager
-def watched(folder: Path, total: int) -> Iterator[None]:
-    """Tell how many of the files to compile and link are there, while they are made."""
-    done = threading.Event()
-    began = time.time()
-
-    def look() -> None:
-        while not done.wait(2):
-            made = [path for path in folder.glob("*") if path.suffix in (".o", ".so") and path.stat().st_mtime >= began]
-            say(phase="compiling FlashInfer's sampling module", done=len(made), total=total, unit="files")
-
-    thread = threading.Thread(target=look, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join()
 
 
 def say(**status: Any) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from typing import Any
 
 from kit import files, templates
-from node import layout, systemd
+from node import kernels, layout, systemd
 from node.patches import Patch
 from node.plan import Plan
 from node.profiles import PROFILES
@@ -49,6 +50,12 @@ def render(name: str, plan: Plan) -> str:
         "firewall_loaded": layout.FIREWALL_LOADED,
         "remember": systemd.command_line(["/bin/sh", "-c", f"{FIREWALL_SEEN['listed']} > {layout.FIREWALL_LOADED}"]),
         "not_public": NOT_PUBLIC,
+        "cubins_unit": layout.CUBINS_UNIT,
+        "cubins_agent": layout.CUBINS_AGENT,
+        "cubins_configuration": layout.CUBINS_CONFIGURATION,
+        "cubins_runtime": layout.CUBINS_RUNTIME.rpartition("/")[2],
+        "fetches": layout.WEIGHTS_USER,
+        "machine_environment": layout.MACHINE_ENVIRONMENT,
         "start_limit_seconds": STARTS * longest_start(plan),
     }
     return templates.render(name, values, filters=[systemd.command_line])
@@ -58,7 +65,7 @@ def wanted(plan: Plan) -> list[files.Item]:
     """Files and folders of the service, its key apart."""
     paths = plan.service_paths
     return [
-        files.Directory(plan.paths.cache, mode="700", user=layout.SERVICE_USER, group=layout.SERVICE_USER),
+        *cache_folders(plan),
         files.File(layout.ENGINE_LOGGING, _json(engine_logging(plan))),
         files.File(paths.environment, systemd.environment_file(plan.service.environment)),
         files.File(paths.readiness, _json(readiness(plan))),
@@ -66,9 +73,50 @@ def wanted(plan: Plan) -> list[files.Item]:
         files.File(paths.warmup, _json(warmup(plan))),
         files.File(layout.FIREWALL, render("firewall.nft.j2", plan)),
         files.File(f"{layout.UNITS}/{layout.FIREWALL_UNIT}", render("firewall.service.j2", plan)),
+        *cubins_files(plan),
         files.File(paths.warmup_unit_file, render("warmup.service.j2", plan)),
         files.File(paths.unit_file, render("sglang.service.j2", plan)),
     ]
+
+
+def cache_folders(plan: Plan) -> list[files.Item]:
+    """The release's cache, the server's own. Kernels that NVIDIA ships compiled lie in it too, but are another user's:
+    that of weights, which reaches the network. The server reads them, and may put its own files beside them (a link to
+    headers, which FlashInfer makes): no more, which is what the sticky bit is for."""
+    server = layout.SERVICE_USER
+    if plan.cubins is None:
+        return [files.Directory(plan.paths.cache, mode="700", user=server, group=server)]
+    return [
+        files.Directory(plan.paths.cache, mode="710", user=server, group=layout.WEIGHTS_USER),
+        files.Directory(plan.cubins.directory, mode="1775", user=layout.WEIGHTS_USER, group=server),
+    ]
+
+
+def cubins_files(plan: Plan) -> list[files.Item]:
+    """The unit that fetches them, where it is needed."""
+    unit_file = f"{layout.UNITS}/{layout.CUBINS_UNIT}"
+    if plan.cubins is None:
+        return [files.Absent(unit_file), files.Absent(layout.CUBINS_CONFIGURATION)]
+    return [
+        files.File(layout.CUBINS_CONFIGURATION, _json(cubins(plan))),
+        files.File(unit_file, render("kimi-cubins.service.j2", plan)),
+    ]
+
+
+def cubins(plan: Plan) -> dict[str, Any]:
+    """What files/tools/cubins.py fetches."""
+    assert plan.cubins is not None
+    return {
+        "release": plan.paths.digest,
+        "flashinfer": plan.release.flashinfer,
+        "groups": list(kernels.CUBIN_GROUPS),
+        "repository": plan.cubins.repository,
+        "directory": plan.cubins.directory,
+        "receipt": plan.paths.cubins_receipt,
+        "problem": f"{plan.cubins.directory}/problem.txt",
+        "lock": f"{plan.cubins.directory}/.lock",
+        "bytes": kernels.CUBIN_BYTES,
+    }
 
 
 def readiness(plan: Plan) -> dict[str, Any]:
@@ -110,10 +158,16 @@ def longest_start(plan: Plan) -> int:
 def warmup(plan: Plan) -> dict[str, Any]:
     """What files/tools/jit_warmup.py compiles. Raises ValueError for a node of several architectures."""
     (architecture,) = plan.service.architectures
+    fetched = None
+    if plan.cubins is not None:
+        fetched = {name: cubins(plan)[name] for name in ("receipt", "problem", "lock")}
+        fetched |= {"status": f"{layout.CUBINS_RUNTIME}/status.json", "unit": layout.CUBINS_UNIT}
     return {
         "release": plan.paths.digest,
         "architecture": architecture,
         "environment": {name: plan.service.environment[name] for name in DECIDE_WHAT_IS_COMPILED},
+        "modules": [dataclasses.asdict(call) | {"arguments": list(call.arguments)} for call in plan.service.modules],
+        "cubins": fetched,
         "library": plan.paths.cache,
         "receipt": plan.paths.warmup_receipt,
         "nvcc": plan.toolkit.nvcc,

@@ -77,8 +77,9 @@ needs_systemd_analyze = pytest.mark.skipif(
 @pytest.mark.parametrize("profile", PROFILES)
 def test_units_of_every_profile_are_good_to_systemd(profile: str, tmp_path: Path) -> None:
     """systemd ignores what it does not know, with a line in a log that nobody reads."""
-    plan = planned(profile)
-    for name, template in (("sglang", "sglang.service.j2"), ("warmup", "warmup.service.j2")):
+    plan = planned(profile) if profile.startswith("cpu") else planned(profile, gpu="b300")
+    units = [("sglang", "sglang.service.j2"), ("warmup", "warmup.service.j2")]
+    for name, template in [*units, *([("cubins", "kimi-cubins.service.j2")] if plan.cubins else [])]:
         text = content.render(template, plan)
         lines = text.splitlines()
         assert "{{" not in text and "{%" not in text
@@ -94,12 +95,20 @@ def test_units_of_every_profile_are_good_to_systemd(profile: str, tmp_path: Path
 
 
 @needs_systemd_analyze
-@pytest.mark.parametrize("template", ["sglang.service.j2", "warmup.service.j2"])
-@pytest.mark.parametrize("profile", ["tp8", "cpu"])
-def test_units_are_hardened(template: str, profile: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("template", "profile", "gpu"),
+    [
+        ("sglang.service.j2", "tp8", "rtx-pro-6000-blackwell-server"),
+        ("sglang.service.j2", "cpu", "rtx-pro-6000-blackwell-server"),
+        ("warmup.service.j2", "tp8", "b300"),
+        ("warmup.service.j2", "cpu", "rtx-pro-6000-blackwell-server"),
+        ("kimi-cubins.service.j2", "tp8", "b300"),
+    ],
+)
+def test_units_are_hardened(template: str, profile: str, gpu: str, tmp_path: Path) -> None:
     """At most 2.5 of systemd's 10 points of exposure; an unhardened service has 9.5."""
     file = tmp_path / "unit.service"
-    file.write_text(content.render(template, planned(profile)))
+    file.write_text(content.render(template, planned(profile, gpu=gpu)))
     command = ["systemd-analyze", "security", "--offline=true", "--threshold=25", "--no-pager", str(file)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout.splitlines()[-1]
@@ -198,6 +207,48 @@ def test_only_what_decides_what_is_compiled_makes_the_cache_cold() -> None:
 
 PLAN = planned("cpu")
 PATHS = PLAN.service_paths
+
+
+def laid_down(plan: Plan) -> dict[str, files.Item]:
+    return {item.path: item for item in content.wanted(plan)}
+
+
+def test_kernels_that_nvidia_ships_compiled_are_fetched_by_a_user_that_is_not_the_server_s() -> None:
+    """The server's user reaches no network and may not change them; the other one must not read the server's cache."""
+    plan = planned(gpu="b300")
+    assert plan.cubins
+    cache, folder = laid_down(plan)[plan.paths.cache], laid_down(plan)[plan.cubins.directory]
+    assert isinstance(cache, files.Directory) and isinstance(folder, files.Directory)
+    assert (cache.mode, cache.user, cache.group) == ("710", layout.SERVICE_USER, layout.WEIGHTS_USER)
+    assert (folder.mode, folder.user, folder.group) == ("1775", layout.WEIGHTS_USER, layout.SERVICE_USER)
+    unit = content.render("kimi-cubins.service.j2", plan)
+    assert f"User={layout.WEIGHTS_USER}\n" in unit and f"ReadWritePaths={plan.cubins.directory}\n" in unit
+    for template in ("warmup.service.j2", "sglang.service.j2"):
+        wants = [line for line in content.render(template, plan).splitlines() if line.startswith("Wants=")]
+        assert any(layout.CUBINS_UNIT in line for line in wants), "each brings them, should they be lost"
+    assert plan.service.environment["FLASHINFER_CUBIN_DIR"] == plan.cubins.directory
+
+
+def test_what_they_say_to_each_other_is_one_thing() -> None:
+    plan = planned(gpu="b300", cubins_repository="https://mirror.example/cubins")
+    told, waits = content.cubins(plan), content.warmup(plan)["cubins"]
+    assert told["repository"] == "https://mirror.example/cubins"
+    assert {name: waits[name] for name in ("receipt", "problem", "lock")} == {
+        name: told[name] for name in ("receipt", "problem", "lock")
+    }
+
+
+@pytest.mark.parametrize("data", [{}, {"gpu": "b300", "release": "sglang-0.5.12.post1"}])
+def test_where_none_are_wanted_none_are_fetched_and_an_old_unit_goes(data: dict[str, Any]) -> None:
+    plan = planned(**data)
+    assert plan.cubins is None and content.warmup(plan)["cubins"] is None
+    for path in (f"{layout.UNITS}/{layout.CUBINS_UNIT}", layout.CUBINS_CONFIGURATION):
+        assert isinstance(laid_down(plan)[path], files.Absent)
+    cache = laid_down(plan)[plan.paths.cache]
+    assert isinstance(cache, files.Directory) and cache.mode == "700"
+    assert layout.CUBINS_UNIT not in content.render("sglang.service.j2", plan)
+
+
 WANTED = content.wanted(PLAN)
 CHECK = deploy.warmup_check(PLAN)
 ARGUMENTS = [*PLAN.service.arguments, "--config", f"/run/credentials/{PATHS.unit}/keys.yaml"]
@@ -223,7 +274,7 @@ def test_an_empty_host_gets_files_a_key_and_the_firewall() -> None:
             "key": "missing",
         }
     )
-    assert set(result.files) == {item.path for item in WANTED}
+    assert set(result.files) == {item.path for item in WANTED if not isinstance(item, files.Absent)}
     assert result.commands[1].startswith("python3 -I") and result.commands[1].endswith(layout.API_KEY)
     assert result.commands[2] == "systemctl daemon-reload"
     assert "systemctl enable" in result.commands[3] and "systemctl start" in result.commands[3]

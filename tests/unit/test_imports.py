@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 OURS = {"node", "kit", "roles", "tests", "files", "inventory", "benchmarks"}
 LOOKS_AROUND = {"asyncio", "glob", "http", "io", "os", "pathlib", "shutil", "socket", "ssl", "subprocess", "urllib"}
-ENGINE = {"flashinfer", "sglang", "torch"}  # of the release's environment, which the JIT warm-up runs in
+ENGINE = {"flashinfer", "requests", "sglang", "torch"}  # of the release's environment, which the warm-up runs in
 
 
 def imports(path: Path) -> Iterator[str]:
