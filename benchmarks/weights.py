@@ -163,8 +163,8 @@ class Ways:
             "repository": REPOSITORY, "revision": REVISION, "hub": address, "directory": str(weights),
             "snapshot": str(self.snapshot), "staging": str(weights / ".staging" / f"large-{REVISION}"),
             "manifest": str(folder / "manifest.json"), "status": str(folder / "status.json"), "user": "nobody",
-            "token_file": "", "client": "", "sharing": "", "files_at_once": 8, "connections_per_file": 2,
-            "stall_seconds": 30,
+            "token_file": "", "client": "", "sharing": "", "files_at_once": lay.FILES_AT_ONCE,
+            "connections_per_file": lay.CONNECTIONS_PER_FILE, "stall_seconds": lay.STALL_SECONDS,
         }  # fmt: skip
         (folder / "configuration.json").write_text(json.dumps(configuration))
         self.environment = {

@@ -12,7 +12,7 @@ from node.problems import Problem
 
 POLL_SECONDS = 1.0
 SILENCE_SECONDS = 20.0  # until a node that does not answer counts as gone
-SETTLE_SECONDS = 3.0  # between the claim to fetch from the hub and the first byte: a claim is seen within 2.2 s
+SETTLE_SECONDS = 1.5  # between the claim to fetch from the hub and the first byte: a claim is seen within 0.5 s
 STUCK_SECONDS = 180.0  # of a claim without a byte, until it counts no more
 TAKEOVER_SECONDS = 60.0  # without any claim, until a node claims whoever has more
 

@@ -19,10 +19,10 @@ PARTS = ROOT / "files" / "tools" / "weights"
 
 UNIT_PREFIX = "kimi-weights-"
 WATCHDOG_SECONDS = 300  # without a byte fetched or hashed
-FILES_AT_ONCE = 8
-CONNECTIONS_PER_FILE = 2  # content networks limit the rate of one connection
-SHARED_FILES_AT_ONCE = 2  # the sooner a file is whole, the sooner the other nodes can have it
-SHARED_CONNECTIONS_PER_FILE = 8
+FILES_AT_ONCE = 2  # a file is hashed while the next ones come
+CONNECTIONS_PER_FILE = 8  # content networks limit the rate of one connection
+SHARED_FILES_AT_ONCE = 1  # the sooner a file is whole, the sooner the other nodes can have it
+SHARED_CONNECTIONS_PER_FILE = 16
 STALL_SECONDS = 30
 
 

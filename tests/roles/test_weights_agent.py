@@ -22,7 +22,7 @@ from urllib.parse import unquote, urlsplit
 import pytest
 from loopback_hub import BEHIND, Answer, LoopbackHub, loopback_hub
 
-from files.tools.weights import errors, receipt
+from files.tools.weights import aria2, errors, receipt
 from files.tools.weights.status import Status
 from node.manifest import File, Manifest
 
@@ -403,6 +403,39 @@ def test_killed_at_random_points_it_goes_on_and_publishes_nothing_before(node: N
     assert node.hub.sent() <= total(node) + SHARD
 
 
+def test_aria2s_control_files_are_read_and_written_as_aria2_does(node: Node) -> None:
+    """By them one node goes on where another was."""
+    node.configure(files_at_once=1)
+    node.hub.control(rate=2 * MIB)
+    process = node.start("fetch")
+    wait_until(lambda: node.hub.sent() > SHARD * 0.7)
+    process.terminate()
+    process.wait(20)
+    (control,) = node.staging.glob(f"*{aria2.CONTROL}")
+    told = aria2.Control.parse(control.read_bytes())
+    name = control.name.removesuffix(aria2.CONTROL)
+    here, right = (node.staging / name).read_bytes(), (node.repository / name).read_bytes()
+    assert told.total == SHARD and 0 < told.done < SHARD
+    for piece in range(aria2.pieces(SHARD)):
+        at = slice(piece * aria2.PIECE, (piece + 1) * aria2.PIECE)
+        assert not told.has(piece) or here[at] == right[at]
+    control.write_bytes(told.content())
+    (node.staging / name).write_bytes(here)
+    before = node.hub.sent()
+    assert node.fetch().returncode == 0
+    node.assert_whole()
+    assert node.hub.sent() - before <= total(node) - told.done + aria2.PIECE  # of one a part may be there
+
+
+@pytest.mark.parametrize("content", [b"", bytes(20), b"\0\1" + bytes(60), b"\0\1\0\0\0\0\0\0\0\0\0\x10\0\0\xff"])
+def test_a_control_file_that_is_none_is_not_believed(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "shard"
+    path.write_bytes(bytes(5))
+    Path(f"{path}{aria2.CONTROL}").write_bytes(content)
+    assert aria2.begun(str(path), 5).done == 0
+    assert list(tmp_path.iterdir()) == []
+
+
 def holders(node: Node) -> list[str]:
     """Processes that have something below the weights directory open."""
     found = []
@@ -413,6 +446,48 @@ def holders(node: Node) -> list[str]:
                     entry.name for link in (entry / "fd").iterdir() if os.readlink(link).startswith(str(node.directory))
                 ]
     return found
+
+
+@pytest.fixture
+def disk_image(node: Node) -> Iterator[Path]:
+    """The weights directory on an ext4 of its own, whose disk is a file: a copy of it is what a power cut leaves."""
+    if os.geteuid() != 0:
+        pytest.skip("wants root, to mount a disk image")
+    image = node.folder / "disk"
+    with image.open("wb") as made:
+        made.truncate(4 * total(node))
+    subprocess.run(["mkfs.ext4", "-q", "-E", "lazy_itable_init=0", str(image)], check=True)
+    if subprocess.run(["mount", "-o", "loop,commit=1", str(image), str(node.directory)], check=False).returncode:
+        pytest.skip("wants loop devices")
+    try:
+        yield image
+    finally:
+        node.stop()
+        subprocess.run(["umount", str(node.directory)], check=True)
+
+
+def test_a_power_cut_loses_less_than_a_shard(node: Node, disk_image: Path) -> None:
+    """What was only in memory is gone; nothing that the disk has says otherwise, so that no shard turns out wrong."""
+    node.configure(files_at_once=1, connections_per_file=1)
+    node.hub.control(rate=2 * MIB)
+    process = node.start("fetch")
+    wait_until(lambda: node.hub.sent() > total(node) * 0.4)
+    after, at_work = node.folder / "after", holders(node)
+    for number in at_work:
+        os.kill(int(number), signal.SIGSTOP)
+    subprocess.run(["cp", "--sparse=always", str(disk_image), str(after)], check=True)
+    for number in at_work:
+        os.kill(int(number), signal.SIGKILL)
+    process.wait()
+    wait_until(lambda: not holders(node))
+    subprocess.run(["umount", str(node.directory)], check=True)
+    os.replace(after, disk_image)
+    subprocess.run(["mount", "-o", "loop", str(disk_image), str(node.directory)], check=True)
+    node.assert_not_published()
+    done = node.fetch()
+    assert (done.returncode, done.stderr) == (0, "")
+    node.assert_whole()
+    assert node.hub.sent() <= total(node) + SHARD
 
 
 def test_two_agents_at_once_fetch_once(node: Node) -> None:

@@ -10,7 +10,7 @@ from threading import Event
 import pytest
 
 from files.tools.weights import pieces
-from files.tools.weights.election import Peer, Times, claim
+from files.tools.weights.election import Peer, Times, claim, leader
 
 TIMES = Times(silence=15.0, settle=3.0, stuck=180.0, takeover=60.0)
 FIRST, SECOND, THIRD = (
@@ -59,6 +59,21 @@ def test_two_claims_at_once_leave_the_first() -> None:
 def test_a_claim_that_brings_nothing_ends() -> None:
     stuck = replace(FIRST, claims=True, wants=False, idle=180.0)
     assert claims(1, stuck, THIRD) and not claims(1, replace(stuck, idle=179.0), THIRD)
+
+
+def test_the_first_that_waits_follows_the_one_that_fetches() -> None:
+    fetching = replace(FIRST, claims=True)
+    assert leader(1, [fetching, THIRD], TIMES) is fetching
+    assert leader(2, [fetching, SECOND], TIMES) is None
+    assert leader(2, [fetching, replace(SECOND, wants=False)], TIMES) is fetching, "one that has all does not"
+    assert leader(2, [fetching, replace(SECOND, silent=15.0)], TIMES) is fetching, "nor one that is gone"
+
+
+def test_nobody_follows_where_it_is_not_clear_who_fetches() -> None:
+    fetching = replace(FIRST, claims=True)
+    assert leader(1, [FIRST, THIRD], TIMES) is None
+    assert leader(2, [fetching, replace(SECOND, claims=True)], TIMES) is None
+    assert leader(1, [replace(fetching, idle=180.0), THIRD], TIMES) is None
 
 
 def test_nobody_waits_for_ever_for_one_that_should_claim_and_does_not() -> None:

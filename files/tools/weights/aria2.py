@@ -1,7 +1,8 @@
 """aria2c, the transport that resumes: one process, told what to fetch over its RPC on loopback.
 
 It is given addresses and file names, never a token. Its own checksum option stays off: it hashes in the event loop
-and takes 2.8 times the wall time. Its control files (`NAME.aria2`) mark what is not complete and survive kill -9.
+and takes 2.8 times the wall time. Its control files (`NAME.aria2`) say what of a file is there. It brings the bytes to
+disk before it says so, so that they hold after kill -9 and after a loss of power.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import os
 import secrets
 import signal
 import socket
+import struct
 import subprocess
 import tempfile
 import time
@@ -21,14 +23,84 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from . import disk
 from .errors import Misconfigured, TransportFailed
 
 CONTROL = ".aria2"
+PIECE = 1 << 20  # bytes, of which a control file says whether they are there
 KEPT_SECONDS = 10.0  # of a connection without a call; aria2 closes it after 30
 NO_SPACE = 9
 RESOURCE_NOT_FOUND = 3
 _PR_SET_PDEATHSIG = 1
 _KEYS = ["gid", "status", "completedLength", "totalLength", "downloadSpeed", "errorCode", "errorMessage"]
+
+
+@dataclass
+class Control:
+    """What a control file says: which pieces of a file of `total` bytes are there. bits: the first piece is the highest
+    bit of the first byte. aria2's manual has the form of the file ("Control File Format" in its technical notes)."""
+
+    piece: int
+    total: int
+    bits: bytearray
+
+    @classmethod
+    def nothing(cls, total: int) -> Control:
+        return cls(PIECE, total, bytearray(-(-pieces(total) // 8)))
+
+    @classmethod
+    def parse(cls, text: bytes) -> Control:
+        """Of a control file's content. Raises ValueError."""
+        try:
+            version, _, named = struct.unpack_from(">HII", text)
+            piece, total, _, length = struct.unpack_from(">IQQI", text, 10 + named)
+        except struct.error:
+            raise ValueError("a control file that ends too soon") from None
+        start = 34 + named
+        bits = bytearray(text[start : start + length])
+        if version != 1 or piece != PIECE or length != -(-pieces(total) // 8) or len(bits) != length:
+            raise ValueError(
+                f"a control file of version {version} with pieces of {piece} bytes, {len(bits)} bytes of bits"
+            )
+        return cls(piece, total, bits)
+
+    def content(self) -> bytes:
+        """As a control file from which aria2 goes on; pieces that are there in part count as missing."""
+        head = struct.pack(">HIIIQQI", 1, 0, 0, self.piece, self.total, 0, len(self.bits))
+        return head + bytes(self.bits) + struct.pack(">I", 0)
+
+    def has(self, piece: int) -> bool:
+        return bool(self.bits[piece >> 3] & (0x80 >> (piece & 7)))
+
+    def add(self, piece: int) -> None:
+        self.bits[piece >> 3] |= 0x80 >> (piece & 7)
+
+    def length(self, piece: int) -> int:
+        """Bytes of one piece: the last may be shorter."""
+        return min(self.piece, self.total - piece * self.piece)
+
+    @property
+    def done(self) -> int:
+        return sum(self.length(piece) for piece in range(pieces(self.total)) if self.has(piece))
+
+
+def pieces(total: int) -> int:
+    """Into how many pieces aria2 divides a file."""
+    return -(-total // PIECE)
+
+
+def begun(path: str, total: int) -> Control:
+    """What is there of a file that was on its way; what nobody can go on with is removed."""
+    try:
+        with open(path + CONTROL, "rb") as source:
+            found = Control.parse(source.read())
+        if os.path.getsize(path) <= total == found.total:
+            return found
+    except (OSError, ValueError):
+        pass
+    disk.forget(path)
+    disk.forget(path + CONTROL)
+    return Control.nothing(total)
 
 
 @dataclass(frozen=True)
@@ -48,10 +120,11 @@ def options(folder: str, allocate: bool, files_at_once: int, connections: int, s
         "dir": folder,
         "enable-rpc": "true",
         "rpc-listen-all": "false",
-        "max-concurrent-downloads": str(files_at_once),
+        "max-concurrent-downloads": str(files_at_once + 1),
         "max-connection-per-server": str(connections),
         "split": str(connections),
         "min-split-size": "8M",
+        "piece-length": str(PIECE),
         "continue": "true",
         "always-resume": "false",
         "allow-overwrite": "false",
@@ -135,16 +208,28 @@ class Aria2:
                 time.sleep(0.05)
 
     def __exit__(self, *_: object) -> None:
+        idle = self._idle()
         if self._connection is not None:
             self._connection.close()
         process = self._process
         if process is None or process.poll() is not None:
             return
-        process.terminate()  # it saves its control files
+        if idle:
+            process.kill()  # it takes a second to end by itself
+        else:
+            process.terminate()  # it saves its control files
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(10)
         process.kill()
         process.wait()
+
+    def _idle(self) -> bool:
+        """Whether nothing is on its way, so that there is nothing to save."""
+        try:
+            told = self.call("aria2.getGlobalStat")
+        except TransportFailed:
+            return False
+        return bool(told["numActive"] == told["numWaiting"] == "0")
 
     def call(self, method: str, *parameters: Any) -> Any:
         """One RPC call. Raises TransportFailed where aria2 is gone or refuses."""

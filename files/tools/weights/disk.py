@@ -58,11 +58,16 @@ def sync_folder(path: str) -> None:
 
 def write_whole(path: str, text: str, mode: int = 0o644, durable: bool = True) -> None:
     """Replace a file by one rename. Raises OSError."""
+    write_bytes(path, text.encode(), mode, durable)
+
+
+def write_bytes(path: str, content: bytes, mode: int = 0o644, durable: bool = True) -> None:
+    """As `write_whole`."""
     beside = f"{path}.new"
     forget(beside)
     descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode)
-    with os.fdopen(descriptor, "w", encoding="utf-8") as target:
-        target.write(text)
+    with os.fdopen(descriptor, "wb") as target:
+        target.write(content)
         target.flush()
         os.fchmod(target.fileno(), mode)
         if durable:

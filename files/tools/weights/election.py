@@ -7,7 +7,7 @@ yet, see each other within SETTLE: the later one in the inventory gives way, bef
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,9 @@ class Peer:
     did; answered: whether it ever did. have: digest -> name of the table of pieces, of files that it gives to others;
     soon: digests of those that it will give as soon as their table is made.
     wants: an agent there needs the hub. claims: it fetches from there, or is about to. bytes: that it has of these
-    weights; done: with those of files on their way; idle: seconds since `done` moved.
+    weights, with those of files that it follows; done: with those of all files on their way; idle: seconds since `done`
+    moved. partial: digests of files on their way to it from the hub; brought: of those that are complete there and
+    being hashed.
     """
 
     name: str
@@ -32,6 +34,8 @@ class Peer:
     bytes: int
     done: int
     idle: float
+    partial: list[str] = field(default_factory=list)
+    brought: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -67,3 +71,13 @@ def claim(rank: int, claiming: bool, own_bytes: int, peers: Sequence[Peer], uncl
         return False  # it may be about to answer
     wanting = [(-peer.bytes, peer.rank) for peer in present if peer.wants]
     return all((-own_bytes, rank) < other for other in wanting)
+
+
+def leader(rank: int, peers: Sequence[Peer], times: Times) -> Peer | None:
+    """Whom this node follows: it copies what the one that fetches brings, as it comes, and goes on from there when that
+    one is gone. The first of the inventory that waits does; the others take whole files."""
+    present = [peer for peer in peers if alive(peer, times)]
+    fetching = [peer for peer in present if peer.claims and peer.idle < times.stuck]
+    if len(fetching) != 1 or any(peer.wants and peer.rank < rank for peer in present if peer not in fetching):
+        return None
+    return fetching[0]

@@ -32,6 +32,8 @@ TURN = 0.1  # seconds between two looks at the transfers
 PATIENCE = 60.0  # seconds without a byte, while everything fails, until the agent ends and systemd starts it again
 PEERS_AT_ONCE = 4  # files on their way from other nodes
 PEERS_TRIES = 3  # times that a file does not come from them, until they are not asked for it any more
+FOLLOWED_AT_ONCE = 4  # files that are copied from the node that fetches them
+NEARLY = 8  # a file of which less than this part is missing leaves room for the next: the line is never idle
 PARTIAL = ".kimi-nodes-pieces"  # at the end of a name: what has come from other nodes of that file
 ARIA2_TRIES = 3  # failures of one file in a row, without a byte between them, until the plain transport takes it
 
@@ -53,7 +55,7 @@ class Fetch:
     done: bytes. plain, client: the transport to take instead of aria2. leftover: whole by its size when this run began.
     seen: aria2 has told of it. wrong: what the first transport brought, where it was not the manifest's content.
     table: of pieces, by which it comes or came from other nodes, or "". unshared: how often it did not come.
-    damaged: a file with most of its pieces, or "".
+    damaged: a file with most of its pieces, or "". followed: some of it was copied from the node that fetched it.
     """
 
     file: File
@@ -68,6 +70,7 @@ class Fetch:
     table: str = ""
     unshared: int = 0
     damaged: str = ""
+    followed: bool = False
 
 
 class Gather:
@@ -202,6 +205,7 @@ class Gather:
             self._hashers = stack.enter_context(_pool(threads(), "hash"))
             self._askers = stack.enter_context(_pool(4, "hub"))
             self._takers = stack.enter_context(_pool(PEERS_AT_ONCE, "peers"))
+            self._followers = stack.enter_context(_pool(FOLLOWED_AT_ONCE, "follow"))
             self._aria2 = stack.enter_context(aria2.Aria2(settings, self._held))
             stack.callback(self._cancel)
             stack.callback(self._company.stop)
@@ -220,6 +224,11 @@ class Gather:
                 if self._stopping.wait(TURN):
                     raise Stopped("asked to stop; what has arrived is kept")
 
+    def _forget(self, file: File) -> None:
+        """What has arrived of it in its place."""
+        for suffix in ("", aria2.CONTROL):
+            disk.forget(self.path(file) + suffix)
+
     def _cancel(self) -> None:
         """Threads end soon: those at work see `stopping`, the others never begin."""
         for future in self._futures:
@@ -231,7 +240,9 @@ class Gather:
         now = time.monotonic()
         thens = [then for _, then in self._futures.values()]
         from_peers = sum(1 for then in thens if then == self._fetched_from_peers)
-        from_hub = len(self._transfers) + sum(1 for then in thens if then != self._hashed) - from_peers
+        by_hand = sum(1 for then in thens if then not in (self._hashed, self._fetched_from_peers, self._followed))
+        nearly = sum(1 for fetch in self._transfers.values() if fetch.done > fetch.file.bytes * (1 - 1 / NEARLY))
+        from_hub = by_hand + len(self._transfers) - min(1, nearly)
         for fetch in list(self._waiting):
             if fetch.not_before > now:
                 continue
@@ -247,6 +258,12 @@ class Gather:
                     self._waiting.remove(fetch)
                     from_peers += 1
                     self._fetch_from_peers(fetch, table)
+                continue
+            if self._company.follows(fetch.file):
+                if sum(1 for then in thens if then == self._followed) < FOLLOWED_AT_ONCE:
+                    self._waiting.remove(fetch)
+                    thens.append(self._followed)
+                    self._follow(fetch)
                 continue
             if self._company.coming(fetch.file):
                 continue
@@ -298,8 +315,7 @@ class Gather:
         self._transfers[self._aria2.add(url, fetch.file.path)] = fetch
 
     def _fetch_plainly(self, fetch: Fetch) -> None:
-        disk.forget(self.path(fetch.file))
-        disk.forget(self.path(fetch.file) + aria2.CONTROL)
+        self._forget(fetch.file)
         os.makedirs(os.path.dirname(self.path(fetch.file)), exist_ok=True)
         fetch.done = 0
 
@@ -384,7 +400,7 @@ class Gather:
             with contextlib.suppress(FileNotFoundError):
                 shutil.copyfile(fetch.damaged, partial)
         self._company.download(fetch.file, fetch.table, partial, moved, self._stopping)
-        disk.forget(path + aria2.CONTROL)
+        self._forget(fetch.file)
         os.rename(partial, path)
 
     def _fetched_from_peers(self, fetch: Fetch, future: Future[None]) -> None:
@@ -402,16 +418,49 @@ class Gather:
         else:
             self._hash(fetch)
 
+    def _follow(self, fetch: Fetch) -> None:
+        path = self.path(fetch.file)
+        fetch.followed, fetch.table = True, ""
+        fetch.done = aria2.begun(path, fetch.file.bytes).done
+
+        def moved(count: int) -> None:
+            fetch.done = min(fetch.file.bytes, fetch.done + count)
+            self._byte(count)
+
+        self._submit(
+            self._followers, fetch, self._followed, self._company.follow, fetch.file, path, moved, self._stopping
+        )
+
+    def _followed(self, fetch: Fetch, future: Future[None]) -> None:
+        try:
+            future.result()
+        except Unshared as error:
+            say(f"{fetch.file.path}: {fetch.done} bytes copied from the node that fetches it ({error})")
+            self._waiting.insert(0, fetch)
+        except OSError as error:
+            raise self._disk_trouble(error, fetch.file) from None
+        else:
+            self._hash(fetch)
+
     def _confer(self) -> None:
         """Tell the other nodes, and stop what another has taken over."""
         company = self._company
-        hub = any(then != self._fetched_from_peers and not fetch.table for fetch, then in self._futures.values())
+        others = (self._fetched_from_peers, self._followed)
+        hub = any(then not in others and not fetch.table for fetch, then in self._futures.values())
         waiting = any(
             fetch.file.bytes and not company.offer(fetch.file) and not company.coming(fetch.file)
             for fetch in self._waiting
         )
         done = self.has_already + int(self._status.fields["done"])
-        company.say(bool(self._transfers) or hub or waiting, self.has_already + self._arrived, done)
+        copied = [fetch for fetch, then in self._futures.values() if then == self._followed]
+        copied += [fetch for fetch in self._waiting if fetch.followed]
+        company.say(
+            bool(self._transfers) or hub or waiting,
+            self.has_already + self._arrived + sum(fetch.done for fetch in copied),
+            done,
+            sorted(fetch.file.digest for fetch in self._transfers.values()),
+            sorted(fetch.file.digest for fetch, then in self._futures.values() if then == self._hashed),
+        )
         for transfer, fetch in list(self._transfers.items()):
             if not company.hub_allowed or company.offer(fetch.file):
                 self._waiting.append(self._transfers.pop(transfer))
@@ -489,15 +538,21 @@ class Gather:
             self._arrived += fetch.file.bytes
             self._status.set(files_done=self._status.fields["files_done"] + 1)
             return
-        disk.forget(self.path(fetch.file))
-        disk.forget(self.path(fetch.file) + aria2.CONTROL)
+        self._forget(fetch.file)
         fetch.done = 0
         if fetch.table:
             self._company.refuse(fetch.file, fetch.table)
             fetch.damaged = ""
             say(f"{fetch.file.path}: found {hashed.found} from other nodes, wanted {fetch.file.digest}; deleted")
-        elif fetch.leftover:
+        elif fetch.leftover or fetch.followed:
             fetch.leftover = False  # a dead run's file only looked whole: that is no fault of the hub
+            if fetch.followed:
+                fetch.followed = False
+                self._company.distrust(fetch.file)
+                say(
+                    f"{fetch.file.path}: found {hashed.found}, copied in part from another node, wanted "
+                    f"{fetch.file.digest}; deleted"
+                )
         elif fetch.wrong:
             raise WrongContent(
                 f"{fetch.file.path} of {self._configuration.repository} at {self._revision}: found {fetch.wrong} and "

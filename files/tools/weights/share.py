@@ -27,17 +27,17 @@ from typing import Any
 
 import libtorrent
 
+from . import aria2, disk, manifest, pieces, receipt
 from . import configuration as configurations
-from . import disk, manifest, pieces, receipt
 from .errors import AgentError, Misconfigured, Stopped
 from .journal import Journal
-from .sharing import LINE_BYTES, Sharing
+from .sharing import AT_ONCE, LINE_BYTES, RUN_BYTES, SILENT, Sharing
 from .status import notify
 
-SILENT: dict[str, Any] = {"wants": False, "claims": False, "bytes": 0, "done": 0}
 STALL = 30.0  # seconds without a byte, until a transfer is given up
 STALL_ALONE = 3.0  # where nobody gives it any more, or all who do were banned for a wrong piece
 ANSWER_BYTES = 16 << 20
+SETTLING = 10.0  # seconds from the end of a file's hashing until it is certainly seen here that it was right
 CONNECT_EVERY = 2.0
 TURN = 0.1
 
@@ -68,7 +68,8 @@ OURS = _FLAGS.disable_dht | _FLAGS.disable_lsd | _FLAGS.disable_pex | _FLAGS.app
 
 @dataclass
 class Other:
-    """What another node said last. heard: None since asking began. repositories: by OWNER/NAME@REVISION."""
+    """What another node said last. heard: None since asking began. repositories: by OWNER/NAME@REVISION. version: of
+    what it said."""
 
     rank: int
     name: str
@@ -77,23 +78,20 @@ class Other:
     repositories: dict[str, dict[str, Any]] = field(default_factory=dict)
     getting: dict[str, str] = field(default_factory=dict)
     progress: dict[str, tuple[int, float]] = field(default_factory=dict)
+    version: int = -1
 
     def hear(self, answer: dict[str, Any], now: float) -> None:
         """Take an answer; raises ValueError or KeyError for one that makes no sense."""
         repositories: dict[str, dict[str, Any]] = {}
         for key, said in answer["repositories"].items():
             have = {str(digest): str(table) for digest, table in said["have"].items()}
-            repositories[str(key)] = {
-                "have": have, "soon": list(map(str, said["soon"])),
-                "wants": bool(said["wants"]), "claims": bool(said["claims"]),
-                "bytes": int(said["bytes"]), "done": int(said["done"]),
-            }  # fmt: skip
+            repositories[str(key)] = {"have": have, "soon": list(map(str, said["soon"])), **_said(said)}
         for key, said in repositories.items():
             known = self.progress.get(key)
             if known is None or known[0] != said["done"]:
                 self.progress[key] = (said["done"], now)
         self.getting = {str(digest): str(table) for digest, table in answer["getting"].items()}
-        self.repositories, self.heard = repositories, now
+        self.repositories, self.heard, self.version = repositories, now, int(answer["version"])
 
     def seen(self, key: str, began: float, now: float) -> dict[str, Any]:
         """As election.Peer takes it."""
@@ -102,6 +100,15 @@ class Other:
             "name": self.name, "rank": self.rank, "silent": now - (self.heard or began),
             "answered": self.heard is not None, **said, "idle": now - self.progress.get(key, (0, began))[1],
         }  # fmt: skip
+
+
+def _said(said: dict[str, Any]) -> dict[str, Any]:
+    """What an agent says of itself; raises ValueError, KeyError or TypeError for what makes no sense."""
+    return {
+        "wants": bool(said["wants"]), "claims": bool(said["claims"]), "bytes": int(said["bytes"]),
+        "done": int(said["done"]), "partial": list(map(str, said["partial"])),
+        "brought": list(map(str, said["brought"])),
+    }  # fmt: skip
 
 
 @dataclass
@@ -127,10 +134,15 @@ class Sharer:
         self.spoiled: dict[str, dict[str, Any]] = {}  # digest -> record that is no longer true
         self.tables: dict[str, bytes] = {}  # by name
         self.wanted: dict[str, dict[str, str]] = {}  # OWNER/NAME@REVISION -> digests of its manifest
+        self.staged: dict[str, tuple[int, list[str]]] = {}  # digest -> bytes, and where the file is while it comes
         self.said: dict[str, dict[str, Any]] = {}  # by the agents of this node
+        self.hashed: dict[str, float] = {}  # digest -> when its file had been hashed by an agent of this node
         self.watchers = 0
         self.began = time.monotonic()
         self.asking = threading.Condition(self.lock)
+        self.version = 0  # of what this node says of itself
+        self.news = 0  # of what others have said
+        self.due = Event()  # something may have been verified
         self.flushed: dict[str, Event] = {}  # by torrent
         self.wrong: dict[str, int] = {}  # pieces that were wrong, by torrent
         self.session = self._session()
@@ -198,7 +210,9 @@ class Sharer:
     # What this node gives.
 
     def _scan(self) -> None:
-        while not self.stopping.wait(self.sharing.poll / 2):
+        while not self.stopping.is_set():
+            self.due.wait(self.sharing.poll / 2)
+            self.due.clear()
             try:
                 self._look()
             except (OSError, ValueError, AgentError) as error:
@@ -224,15 +238,20 @@ class Sharer:
                 with self.lock:
                     del self.given[digest]
                 self.session.remove_torrent(given.handle)
+                self.tell()
         verified: list[tuple[manifest.File, str, dict[str, Any]]] = []
         for path in self.sharing.weights:
             configuration = configurations.load(path)
             wanted = manifest.load(configuration.manifest)
             key = f"{wanted.repository}@{wanted.revision}"
+            stagings = (configuration.staging, f"{configuration.staging}.repair")
             with self.lock:
                 self.wanted[key] = {file.digest: file.path for file in wanted.files}
+                for file in wanted.files:
+                    staged = [os.path.join(staging, file.path) for staging in stagings]
+                    self.staged[file.digest] = (file.bytes, staged)
             places: list[tuple[str, dict[str, dict[str, Any]]]] = []
-            for staging in (configuration.staging, f"{configuration.staging}.repair"):
+            for staging in stagings:
                 if os.path.isdir(staging):
                     places.append((staging, Journal(staging).all()))
             if proved := receipt.read(configuration.snapshot):
@@ -254,6 +273,7 @@ class Sharer:
                 self.soon.add(file.digest)
             if not known:
                 self.verified.put((file, where, record))
+                self.tell()
 
     def _make(self) -> None:
         """Tables of what has been verified, one after the other, while the scan goes on."""
@@ -267,6 +287,7 @@ class Sharer:
                 print(f"{where}: libtorrent: {error}", file=sys.stderr, flush=True)
             with self.lock:
                 self.soon.discard(file.digest)
+            self.tell()
 
     def _give(self, file: manifest.File, path: str, record: dict[str, Any]) -> None:
         kept = os.path.join(self.sharing.tables, file.digest.replace(":", "-"))
@@ -313,15 +334,20 @@ class Sharer:
             try:
                 if connection is None:
                     connection = self._connection(other)
-                connection.request("GET", "/state")
+                connection.request("GET", f"/state?not={other.version}")
                 answer = json.loads(_body(connection.getresponse()))
-                with self.lock:
+                with self.asking:
+                    before, first = other.version, other.heard is None
                     other.hear(answer, time.monotonic())
+                    if first or before != other.version:
+                        self.news += 1
+                        self.asking.notify_all()
+                self.stopping.wait(self.sharing.poll / 20)  # the answer itself was waited for
             except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError, AttributeError):
                 if connection is not None:
                     connection.close()
                     connection = None
-            self.stopping.wait(self.sharing.poll)
+                self.stopping.wait(self.sharing.poll)
 
     def _connection(self, other: Other) -> http.client.HTTPConnection:
         own = (self.sharing.address, 0)
@@ -332,10 +358,26 @@ class Sharer:
             if not self.watchers and count > 0:
                 self.began = time.monotonic()
                 for other in self.others:
-                    other.heard = None
+                    other.heard, other.version = None, -1
                     other.progress.clear()
                 self.asking.notify_all()
             self.watchers += count
+
+    def tell(self) -> None:
+        """What this node says of itself has changed: others that wait for it are answered now."""
+        with self.asking:
+            self.version += 1
+            self.asking.notify_all()
+
+    def await_change(self, version: int) -> None:
+        """Until this node says something else than by that version, or for a while."""
+        with self.asking:
+            self.asking.wait_for(lambda: self.version != version, self.sharing.poll)
+
+    def await_news(self, news: int) -> None:
+        """Until another node has said something else, or for a while."""
+        with self.asking:
+            self.asking.wait_for(lambda: self.news != news, self.sharing.poll)
 
     def view(self, key: str) -> list[dict[str, Any]]:
         now = time.monotonic()
@@ -349,10 +391,45 @@ class Sharer:
             for key, digests in self.wanted.items():
                 have = {digest: self.given[digest].table for digest in digests if digest in self.given}
                 held = sum(self.given[digest].bytes for digest in have)
-                said = self.said.get(key, {"wants": False, "claims": False, "bytes": held, "done": held})
+                said = self.said.get(key, {**SILENT, "bytes": held, "done": held})
                 soon = [digest for digest in digests if digest in self.soon]
                 repositories[key] = {"have": have, "soon": soon, **said}
-            return {"name": self.sharing.name, "repositories": repositories, "getting": dict(self.getting)}
+            return {
+                "name": self.sharing.name, "version": self.version, "repositories": repositories,
+                "getting": dict(self.getting),
+            }  # fmt: skip
+
+    def partial(self, digest: str) -> dict[str, Any] | None:
+        """What there is of a file that an agent here brings from the hub: {"whole", "pieces": bits as hex}."""
+        with self.lock:
+            size, places = self.staged.get(digest, (0, []))
+            coming = any(digest in said["partial"] for said in self.said.values())
+            brought = any(digest in said["brought"] for said in self.said.values()) or digest in self.soon
+            brought = brought or time.monotonic() - self.hashed.get(digest, -SETTLING) < SETTLING
+            given = self.given.get(digest)
+        if given or brought:
+            bits = aria2.Control.nothing(size).bits
+            return {"whole": True, "pieces": (b"\xff" * len(bits)).hex()}
+        for place in places if coming else ():
+            with contextlib.suppress(OSError, ValueError), open(place + aria2.CONTROL, "rb") as source:
+                control = aria2.Control.parse(source.read())
+                if control.total == size:
+                    return {"whole": False, "pieces": control.bits.hex()}
+        return {"whole": False, "pieces": aria2.Control.nothing(size).bits.hex()} if coming else None
+
+    def part(self, digest: str, start: int, end: int) -> bytes | None:
+        """Bytes of such a file."""
+        with self.lock:
+            size, places = self.staged.get(digest, (0, []))
+            given = self.given.get(digest)
+        if not 0 <= start < end <= min(size, start + RUN_BYTES):
+            return None
+        for place in [*places, *([given.path] if given else [])]:
+            with contextlib.suppress(OSError), open(place, "rb", buffering=0) as source:
+                content = os.pread(source.fileno(), end - start, start)
+                if len(content) == end - start:
+                    return content
+        return None
 
     def _sources(self, digest: str, table: str) -> list[tuple[str, int]]:
         """Nodes that have or get a file by this table, and still answer."""
@@ -401,6 +478,7 @@ class Sharer:
             busy = digest in self.getting
             if not own and not busy:
                 self.getting[digest] = name
+                self.tell()
         if own:
             shutil.copyfile(own.path, target)
             say({"complete": True})
@@ -422,6 +500,7 @@ class Sharer:
         finally:
             with self.lock:
                 self.getting.pop(digest, None)
+            self.tell()
 
     def _bring(self, handle: Any, digest: str, name: str, shown: str, say: Any) -> None:
         """Raises TimeoutError where nothing moves, RuntimeError for an error of libtorrent's or of the disk."""
@@ -471,7 +550,8 @@ def _body(answer: http.client.HTTPResponse) -> bytes:
 
 
 class Lists(ThreadingHTTPServer):
-    """GET /state and GET /pieces/NAME, for addresses of the inventory."""
+    """For addresses of the inventory: GET /state, with ?not=VERSION only when it is another; GET /pieces/NAME; of files
+    on their way GET /partial/DIGEST and GET /partial/DIGEST/START-END."""
 
     daemon_threads = True
     request_queue_size = 128
@@ -499,8 +579,16 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         sharer = self.server.sharer
         body: bytes | None = None
-        if self.path == "/state":
+        if found := re.fullmatch(r"/state(?:\?not=(-?\d+))?", self.path):
+            if found[1]:
+                sharer.await_change(int(found[1]))
             body = json.dumps(sharer.state()).encode()
+        elif found := re.fullmatch(r"/partial/(sha256-[0-9a-f]{64}|git-sha1-[0-9a-f]{40})(?:/(\d+)-(\d+))?", self.path):
+            digest = found[1].replace("sha256-", "sha256:").replace("sha1-", "sha1:")
+            if found[2]:
+                body = sharer.part(digest, int(found[2]), int(found[3]))
+            elif (partial := sharer.partial(digest)) is not None:
+                body = json.dumps(partial).encode()
         elif found := re.fullmatch(r"/pieces/([0-9a-f]{32})", self.path):
             with sharer.lock:
                 body = sharer.tables.get(found[1])
@@ -542,9 +630,10 @@ class AgentHandler(socketserver.StreamRequestHandler):
         sharer.watching(1)
         try:
             hearing.start()
-            while hearing.is_alive() and not sharer.stopping.is_set():
+            while hearing.is_alive() and not sharer.stopping.wait(sharer.sharing.poll / 10):
+                news = sharer.news
                 self.say({"peers": sharer.view(key)})
-                hearing.join(sharer.sharing.poll)
+                sharer.await_news(news)
         finally:
             sharer.watching(-1)
 
@@ -552,16 +641,21 @@ class AgentHandler(socketserver.StreamRequestHandler):
         sharer = self.server.sharer
         try:
             while line := self.rfile.readline(LINE_BYTES):
-                said = json.loads(line)
+                said = _said(json.loads(line))
                 with sharer.lock:
-                    sharer.said[key] = {
-                        "wants": bool(said["wants"]), "claims": bool(said["claims"]),
-                        "bytes": int(said["bytes"]), "done": int(said["done"]),
-                    }  # fmt: skip
-        except (OSError, ValueError, KeyError):
+                    before = sharer.said.get(key, SILENT)
+                    sharer.said[key] = said
+                    done = set(before["brought"]) - set(said["brought"])
+                    sharer.hashed.update(dict.fromkeys(done, time.monotonic()))
+                if done:
+                    sharer.due.set()
+                if any(before[name] != said[name] for name in AT_ONCE):
+                    sharer.tell()
+        except (OSError, ValueError, KeyError, TypeError):
             pass
         finally:
             with sharer.lock:
                 sharer.said.pop(key, None)
+            sharer.tell()
             with contextlib.suppress(OSError):
                 self.request.shutdown(socket.SHUT_RDWR)

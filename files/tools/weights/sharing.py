@@ -2,8 +2,8 @@
 
 The sharer (share.py) is one process a node that outlives every fetch. On its socket, a line of JSON each:
 
-    {"watch": "OWNER/NAME@REVISION"}    then, whenever it changes, {"wants", "claims", "bytes", "done"} of this agent;
-                                        answered by {"peers": [...]} about once a second
+    {"watch": "OWNER/NAME@REVISION"}    then, whenever it changes, what this agent says of itself (see election.Peer);
+                                        answered by {"peers": [...]}, about once a second and when something is new
     {"get": {"digest", "bytes", "table", "target"}}    answered by {"done": bytes}... and {"complete": true} or
                                                        {"failed": why}
 What a connection asked for ends with the connection.
@@ -12,21 +12,28 @@ What a connection asked for ends with the connection.
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
+import os
 import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from . import election
+from . import aria2, disk, election
 from .election import Peer, Times
 from .errors import Misconfigured, Stopped
 from .manifest import File
 
 LINE_BYTES = 16 << 20
+RUN_BYTES = 16 << 20  # that are asked for at once of a file that is followed
+FOLLOW_SECONDS = 0.3  # between two looks at what has come there
+SILENT: dict[str, Any] = {"wants": False, "claims": False, "bytes": 0, "done": 0, "partial": [], "brought": []}
+"""What an agent says that has not said anything."""
+AT_ONCE = ("wants", "claims", "partial", "brought")  # what of it others are told when it changes
 
 
 @dataclass(frozen=True)
@@ -113,13 +120,29 @@ class Alone:
     def refuse(self, file: File, table: str) -> None:
         """What came by that table was wrong."""
 
-    def say(self, needs_hub: bool, has_bytes: int, done: int) -> None:
-        """Tell the others."""
+    def follows(self, file: File) -> bool:
+        """Whether this node is to copy the file while another one fetches it."""
+        return False
+
+    def distrust(self, file: File) -> None:
+        """What was copied of it was wrong: it is not followed again."""
+
+    def say(
+        self, needs_hub: bool, has_bytes: int, done: int, partial: Sequence[str] = (), brought: Sequence[str] = ()
+    ) -> None:
+        """Tell the others; see election.Peer."""
 
     def download(
         self, file: File, table: str, target: str, moved: Callable[[int], None], stopping: threading.Event
     ) -> None:
         """Bring a file from peers into `target`, going on with what is there. Raises Unshared and Stopped."""
+        raise Unshared("there are no peers")
+
+    def follow(self, file: File, target: str, moved: Callable[[int], None], stopping: threading.Event) -> None:
+        """Copy a file from the node that fetches it into `target`, as it comes. Raises Unshared and Stopped.
+
+        `target` and its control file are then what aria2 would have left, had it been stopped at this point.
+        """
         raise Unshared("there are no peers")
 
 
@@ -139,7 +162,9 @@ class Company(Alone):
         self._peers: list[Peer] = []
         self._seen = False  # what the peers have has been told at least once
         self._refused: set[tuple[str, str]] = set()
-        self._said: dict[str, Any] = {"wants": False, "claims": False, "bytes": 0, "done": 0}
+        self._distrusted: set[str] = set()
+        self._said = dict(SILENT)
+        self._news = threading.Event()  # what is said now should be told at once
         self._heard = time.monotonic()  # the sharer, last
         self._claimed: float | None = None
         self._unclaimed = time.monotonic()
@@ -165,12 +190,29 @@ class Company(Alone):
 
     def coming(self, file: File) -> bool:
         with self._lock:
-            return any(file.digest in peer.soon for peer in self._peers if election.alive(peer, self._sharing.times))
+            present = [peer for peer in self._peers if election.alive(peer, self._sharing.times)]
+        return any(file.digest in (*peer.soon, *peer.brought) for peer in present)
 
     def refuse(self, file: File, table: str) -> None:
         self._refused.add((file.digest, table))
 
-    def say(self, needs_hub: bool, has_bytes: int, done: int) -> None:
+    def follows(self, file: File) -> bool:
+        with self._lock:
+            peer = election.leader(self._sharing.rank, self._peers, self._sharing.times)
+        return (
+            peer is not None
+            and file.digest in (*peer.partial, *peer.brought)
+            and file.digest not in self._distrusted
+            and self._claimed is None
+            and not self._on_our_own
+        )
+
+    def distrust(self, file: File) -> None:
+        self._distrusted.add(file.digest)
+
+    def say(
+        self, needs_hub: bool, has_bytes: int, done: int, partial: Sequence[str] = (), brought: Sequence[str] = ()
+    ) -> None:
         """Tell the others, and decide whether this node may fetch from the hub."""
         now = time.monotonic()
         times = self._sharing.times
@@ -198,7 +240,12 @@ class Company(Alone):
                     self._tell(f"this node fetches from the hub {'for all' if allowed else 'no more'}")
                 self.hub_allowed = allowed
             claims = self._claimed is not None or self._on_our_own
-            self._said = {"wants": needs_hub, "claims": claims, "bytes": has_bytes, "done": done}
+            before, self._said = self._said, {
+                "wants": needs_hub, "claims": claims, "bytes": has_bytes, "done": done,
+                "partial": list(partial), "brought": list(brought),
+            }  # fmt: skip
+            if any(before[name] != self._said[name] for name in AT_ONCE):
+                self._news.set()
 
     def _run(self) -> None:
         while not self._ended.is_set():
@@ -235,7 +282,8 @@ class Company(Alone):
                 if told.get("said") != said:
                     send(said)
                     told["said"] = said
-                self._ended.wait(self._sharing.poll / 5)
+                self._news.wait(self._sharing.poll / 5)
+                self._news.clear()
 
     def download(
         self, file: File, table: str, target: str, moved: Callable[[int], None], stopping: threading.Event
@@ -260,6 +308,91 @@ class Company(Alone):
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise Unshared(f"the sharer does not answer ({error})") from None
         raise Unshared("the sharer ended")
+
+    def follow(self, file: File, target: str, moved: Callable[[int], None], stopping: threading.Event) -> None:
+        with self._lock:
+            peer = election.leader(self._sharing.rank, self._peers, self._sharing.times)
+        address = next((at for _, name, at in self._sharing.peers if peer and name == peer.name), None)
+        if address is None:
+            raise Unshared("nobody fetches it")
+        connection = http.client.HTTPConnection(
+            address, self._sharing.port + 1, timeout=self._sharing.silence, source_address=(self._sharing.address, 0)
+        )
+        path = f"/partial/{file.digest.replace(':', '-')}"
+        here = aria2.begun(target, file.bytes)
+        os.makedirs(os.path.dirname(target), exist_ok=True)
+        descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+
+        def save() -> None:
+            os.fdatasync(descriptor)  # as aria2 does: the control file never says more than the disk has
+            disk.write_bytes(target + aria2.CONTROL, here.content(), durable=False)
+
+        try:
+            while True:
+                whole, there = _told(_asked(connection, path), file.bytes)
+                before = bytes(here.bits)
+                try:
+                    for start, end in _runs(here, there):
+                        content = _asked(connection, f"{path}/{start}-{end}")
+                        if len(content) != end - start:
+                            raise ValueError(f"{len(content)} bytes instead of {end - start}")
+                        os.pwrite(descriptor, content, start)
+                        for piece in range(start // here.piece, -(-end // here.piece)):
+                            here.add(piece)
+                        moved(len(content))
+                        if stopping.is_set():
+                            raise Stopped("stopped while following another node")
+                finally:
+                    if here.bits != before:
+                        save()
+                if whole and here.done == file.bytes:
+                    disk.forget(target + aria2.CONTROL)
+                    return
+                if here.bits == before and stopping.wait(FOLLOW_SECONDS):
+                    raise Stopped("stopped while following another node")
+        except (http.client.HTTPException, OSError, ValueError, KeyError, TypeError) as error:
+            if isinstance(error, OSError) and (error.filename is not None or disk.full(error)):
+                raise
+            raise Unshared(f"{address} brings it no more: {error}") from None
+        finally:
+            os.close(descriptor)
+            connection.close()
+
+
+def _told(answer: bytes, total: int) -> tuple[bool, aria2.Control]:
+    """Whether all of a file is there, and which pieces of it. Raises ValueError, KeyError or TypeError."""
+    told = json.loads(answer)
+    there = aria2.Control.nothing(total)
+    bits = bytes.fromhex(told["pieces"])
+    if len(bits) != len(there.bits):
+        raise ValueError(f"{len(bits)} bytes of bits, wanted {len(there.bits)}")
+    there.bits[:] = bits
+    return bool(told["whole"]), there
+
+
+def _runs(here: aria2.Control, there: aria2.Control) -> Iterator[tuple[int, int]]:
+    """(start, end) of what is there and not here, in runs of at most RUN_BYTES."""
+    start = end = 0
+    for piece in range(aria2.pieces(there.total)):
+        if there.has(piece) and not here.has(piece):
+            at = piece * there.piece
+            if end != at or end - start >= RUN_BYTES:
+                if end > start:
+                    yield start, end
+                start = at
+            end = at + there.length(piece)
+    if end > start:
+        yield start, end
+
+
+def _asked(connection: http.client.HTTPConnection, path: str) -> bytes:
+    """Raises ValueError for anything but 200."""
+    connection.request("GET", path)
+    answer = connection.getresponse()
+    body = answer.read(RUN_BYTES + 1)
+    if answer.status != 200 or not answer.isclosed():
+        raise ValueError(f"answers {answer.status}")
+    return body
 
 
 @contextlib.contextmanager
