@@ -69,7 +69,7 @@ def make(host: str, values: Mapping[str, Any], neighbours: Sequence[Neighbour]) 
                 Problem(
                     f"address of {neighbour.name} for weights between nodes",
                     neighbour.address,
-                    "an IPv4 address that its peers reach",
+                    "an IPv4 address that its peers reach (nodes do not share over IPv6)",
                     'set weights_address for that host, or weights_sharing = "off" for all',
                 )
             )

@@ -6,18 +6,15 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from node import layout
-from node.layout import WeightsPaths
-from node.manifest import Manifest
 from tests.lab import hub, settings, shards
+from tests.lab.shards import Shards, carried
 
 pytestmark = pytest.mark.lab
 ENVIRONMENT = {
@@ -44,35 +41,8 @@ def ssh(command: str, ok: bool = True) -> str:
     return lab("ssh", "h1", command, ok=ok).strip()
 
 
-class Weights:
-    """A repository of some size in place of the tiny model, as the machine sees it."""
-
-    def __init__(self, manifest: Manifest, path: Path) -> None:
-        self.manifest, self.path = manifest, path
-        self.paths = WeightsPaths(DIRECTORY, manifest.repository, manifest.revision)
-
-    def start(self, *data: str) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "pyinfra", "-y", "inventory/lab.py", "tests/lab/weights_only.py"]
-        for item in (f"manifest={self.path}", f"revision={self.manifest.revision}", *data):
-            command += ["--data", item]
-        return subprocess.Popen(
-            command,
-            cwd=settings.CHECKOUT,
-            env=ENVIRONMENT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
-
-    def deploy(self, *data: str) -> tuple[int, str]:
-        process = self.start(*data)
-        try:
-            output, _ = process.communicate(timeout=240)
-        except BaseException:
-            process.kill()
-            raise
-        return process.returncode, output
+class Weights(Shards):
+    """As the machine sees it."""
 
     def status(self) -> dict[str, Any]:
         try:
@@ -102,7 +72,7 @@ def machine() -> Iterator[Weights]:
     try:
         lab("up", "1")
         manifest, path = shards.publish(LAB, SHARDS, SHARD, seed=5)
-        yield Weights(manifest, path)
+        yield Weights(manifest, path, ENVIRONMENT, DIRECTORY)
     finally:
         lab("down")
 
@@ -151,7 +121,7 @@ def test_ctrl_c_of_the_operator_loses_nothing(weights: Weights) -> None:
 
 def test_a_dead_link_is_outlived_by_node_and_operator(weights: Weights) -> None:
     lab("hub", "rate", str(MIB // 2))
-    process = weights.start()
+    before, process = carried(LAB), weights.start()
     try:
         weights.wait("fetching", MIB)
         lab("cut", "h1")
@@ -163,12 +133,13 @@ def test_a_dead_link_is_outlived_by_node_and_operator(weights: Weights) -> None:
         process.kill()
     assert process.returncode == 0, output
     weights.assert_whole()
+    assert carried(LAB) - before <= 1.05 * weights.manifest.bytes + SHARD
 
 
 @pytest.mark.parametrize("how", ["systemctl reboot", "systemctl reboot -ff"])
 def test_a_reboot_loses_nothing_and_needs_nobody(weights: Weights, how: str) -> None:
-    lab("hub", "rate", str(MIB))
-    process = weights.start()
+    lab("hub", "rate", str(2 * MIB))
+    before, process = carried(LAB), weights.start()
     try:
         weights.wait("fetching", weights.manifest.bytes // 3)
     finally:
@@ -183,6 +154,7 @@ def test_a_reboot_loses_nothing_and_needs_nobody(weights: Weights, how: str) -> 
         time.sleep(0.3)
     weights.wait("complete")
     weights.assert_whole()
+    assert carried(LAB) - before <= 1.05 * weights.manifest.bytes + SHARD
 
 
 def test_a_transfer_that_stalls_is_restarted_by_the_watchdog(weights: Weights) -> None:
