@@ -442,6 +442,7 @@ def test_aria2s_control_files_are_read_and_written_as_aria2_does(node: Node) -> 
     control.write_bytes(told.content())
     (node.staging / name).write_bytes(here)
     before = node.hub.sent()
+    node.hub.control()
     assert node.fetch().returncode == 0
     node.assert_whole()
     assert node.hub.sent() - before <= total(node) - told.done + aria2.PIECE  # of one a part may be there
@@ -504,6 +505,7 @@ def test_a_power_cut_loses_less_than_a_shard(node: Node, disk_image: Path) -> No
     os.replace(after, disk_image)
     subprocess.run(["mount", "-o", "loop", str(disk_image), str(node.directory)], check=True)
     node.assert_not_published()
+    node.hub.control()
     done = node.fetch()
     assert (done.returncode, done.stderr) == (0, "")
     node.assert_whole()
@@ -925,7 +927,7 @@ sys.exit(main(sys.argv[1:]))
 
 
 def test_a_clock_that_jumps_changes_nothing(node: Node) -> None:
-    node.hub.control(rate=4 * MIB, faults=[{"kind": "cut", "file": shard(2), "offset": SHARD // 3}])
+    node.hub.control(faults=[{"kind": "cut", "file": shard(2), "offset": SHARD // 3}])
     argv = [PYTHON, "-sE", "-c", JUMPING, str(AGENT.parent), "fetch", str(node.folder / "configuration.json")]
     done = subprocess.run(argv, capture_output=True, text=True, env=node.environment, timeout=90, check=False)
     assert done.returncode == 0, done.stderr

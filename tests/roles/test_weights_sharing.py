@@ -225,7 +225,8 @@ def test_wrong_bytes_that_were_copied_on_their_way_are_not_published(
     """A byte goes wrong on the disk of the node that fetches, before anybody could have hashed the file."""
     first = members[0].start("fetch")
     coming = members[0].staging / shard(1)
-    wait_until(lambda: coming.exists() and aria2.begun(str(coming), SHARD).has(0))
+    control = Path(f"{coming}{aria2.CONTROL}")
+    wait_until(lambda: control.exists() and aria2.Control.parse(control.read_bytes()).has(0))
     spoil_byte(coming)
     said = end([first, members[1].start("fetch")])
     for member in members[:2]:

@@ -19,8 +19,8 @@ class Peer:
     soon: digests of those that it will give as soon as their table is made.
     wants: an agent there needs the hub. claims: it fetches from there, or is about to. bytes: that it has of these
     weights, with those of files that it follows; done: with those of all files on their way; idle: seconds since `done`
-    moved. partial: digests of files on their way to it from the hub; brought: of those that are complete there and
-    being hashed.
+    moved. partial: digests of files on their way to it from the hub; brought: of those that are complete there, being
+    hashed or right, and not given yet.
     """
 
     name: str
@@ -36,6 +36,7 @@ class Peer:
     idle: float
     partial: list[str] = field(default_factory=list)
     brought: list[str] = field(default_factory=list)
+    verified: int = 0
 
 
 @dataclass(frozen=True)

@@ -98,6 +98,7 @@ class Gather:
         self._futures: dict[Future[Any], tuple[Fetch, Callable[[Fetch, Future[Any]], None]]] = {}
         self._others_moved = 0
         self._arrived = 0  # bytes of files that are complete
+        self._right: set[str] = set()  # digests of files that this run has found right
         self._last_byte = time.monotonic()
 
     def path(self, file: File) -> str:
@@ -459,7 +460,8 @@ class Gather:
             self.has_already + self._arrived + sum(fetch.done for fetch in copied),
             done,
             sorted(fetch.file.digest for fetch in self._transfers.values()),
-            sorted(fetch.file.digest for fetch, then in self._futures.values() if then == self._hashed),
+            sorted(self._right | {fetch.file.digest for fetch, then in self._futures.values() if then == self._hashed}),
+            len(self._right),
         )
         for transfer, fetch in list(self._transfers.items()):
             if not company.hub_allowed or company.offer(fetch.file):
@@ -535,6 +537,7 @@ class Gather:
         if hashed.right:
             disk.forget(self.path(fetch.file) + PARTIAL)
             self.journal.add(hashed)
+            self._right.add(fetch.file.digest)
             self._arrived += fetch.file.bytes
             self._status.set(files_done=self._status.fields["files_done"] + 1)
             return

@@ -37,7 +37,7 @@ from .status import notify
 STALL = 30.0  # seconds without a byte, until a transfer is given up
 STALL_ALONE = 3.0  # where nobody gives it any more, or all who do were banned for a wrong piece
 ANSWER_BYTES = 16 << 20
-SETTLING = 10.0  # seconds from the end of a file's hashing until it is certainly seen here that it was right
+SETTLING = 10.0  # seconds from the end of an agent until what it brought is certainly seen here, in its last place
 CONNECT_EVERY = 2.0
 TURN = 0.1
 
@@ -107,7 +107,7 @@ def _said(said: dict[str, Any]) -> dict[str, Any]:
     return {
         "wants": bool(said["wants"]), "claims": bool(said["claims"]), "bytes": int(said["bytes"]),
         "done": int(said["done"]), "partial": list(map(str, said["partial"])),
-        "brought": list(map(str, said["brought"])),
+        "brought": list(map(str, said["brought"])), "verified": int(said["verified"]),
     }  # fmt: skip
 
 
@@ -136,7 +136,7 @@ class Sharer:
         self.wanted: dict[str, dict[str, str]] = {}  # OWNER/NAME@REVISION -> digests of its manifest
         self.staged: dict[str, tuple[int, list[str]]] = {}  # digest -> bytes, and where the file is while it comes
         self.said: dict[str, dict[str, Any]] = {}  # by the agents of this node
-        self.hashed: dict[str, float] = {}  # digest -> when its file had been hashed by an agent of this node
+        self.left: dict[str, float] = {}  # digest -> when the agent that had brought its file ended
         self.watchers = 0
         self.began = time.monotonic()
         self.asking = threading.Condition(self.lock)
@@ -392,20 +392,26 @@ class Sharer:
                 have = {digest: self.given[digest].table for digest in digests if digest in self.given}
                 held = sum(self.given[digest].bytes for digest in have)
                 said = self.said.get(key, {**SILENT, "bytes": held, "done": held})
-                soon = [digest for digest in digests if digest in self.soon]
-                repositories[key] = {"have": have, "soon": soon, **said}
+                soon = [digest for digest in digests if self._is_soon(digest)]
+                ungiven = [one for one in said["brought"] if one not in self.given and one not in self.spoiled]
+                repositories[key] = {"have": have, "soon": soon, **said, "brought": ungiven}
             return {
                 "name": self.sharing.name, "version": self.version, "repositories": repositories,
                 "getting": dict(self.getting),
             }  # fmt: skip
+
+    def _is_soon(self, digest: str) -> bool:
+        """Whether a file will be given that is not given yet."""
+        if digest in self.given or digest in self.spoiled:
+            return False
+        return digest in self.soon or time.monotonic() - self.left.get(digest, -SETTLING) < SETTLING
 
     def partial(self, digest: str) -> dict[str, Any] | None:
         """What there is of a file that an agent here brings from the hub: {"whole", "pieces": bits as hex}."""
         with self.lock:
             size, places = self.staged.get(digest, (0, []))
             coming = any(digest in said["partial"] for said in self.said.values())
-            brought = any(digest in said["brought"] for said in self.said.values()) or digest in self.soon
-            brought = brought or time.monotonic() - self.hashed.get(digest, -SETTLING) < SETTLING
+            brought = any(digest in said["brought"] for said in self.said.values()) or self._is_soon(digest)
             given = self.given.get(digest)
         if given or brought:
             bits = aria2.Control.nothing(size).bits
@@ -645,9 +651,7 @@ class AgentHandler(socketserver.StreamRequestHandler):
                 with sharer.lock:
                     before = sharer.said.get(key, SILENT)
                     sharer.said[key] = said
-                    done = set(before["brought"]) - set(said["brought"])
-                    sharer.hashed.update(dict.fromkeys(done, time.monotonic()))
-                if done:
+                if said["verified"] != before["verified"]:
                     sharer.due.set()
                 if any(before[name] != said[name] for name in AT_ONCE):
                     sharer.tell()
@@ -655,7 +659,9 @@ class AgentHandler(socketserver.StreamRequestHandler):
             pass
         finally:
             with sharer.lock:
-                sharer.said.pop(key, None)
+                last = sharer.said.pop(key, SILENT)
+                sharer.left.update(dict.fromkeys(last["brought"], time.monotonic()))
+            sharer.due.set()
             sharer.tell()
             with contextlib.suppress(OSError):
                 self.request.shutdown(socket.SHUT_RDWR)

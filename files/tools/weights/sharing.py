@@ -31,9 +31,11 @@ from .manifest import File
 LINE_BYTES = 16 << 20
 RUN_BYTES = 16 << 20  # that are asked for at once of a file that is followed
 FOLLOW_SECONDS = 0.3  # between two looks at what has come there
-SILENT: dict[str, Any] = {"wants": False, "claims": False, "bytes": 0, "done": 0, "partial": [], "brought": []}
-"""What an agent says that has not said anything."""
-AT_ONCE = ("wants", "claims", "partial", "brought")  # what of it others are told when it changes
+SILENT: dict[str, Any] = {
+    "wants": False, "claims": False, "bytes": 0, "done": 0, "partial": [], "brought": [], "verified": 0,
+}  # fmt: skip
+"""What an agent says that has not said anything. verified: how many files it has found right in this run."""
+AT_ONCE = ("wants", "claims", "partial", "brought", "verified")  # what of it others are told when it changes
 
 
 @dataclass(frozen=True)
@@ -128,9 +130,15 @@ class Alone:
         """What was copied of it was wrong: it is not followed again."""
 
     def say(
-        self, needs_hub: bool, has_bytes: int, done: int, partial: Sequence[str] = (), brought: Sequence[str] = ()
+        self,
+        needs_hub: bool,
+        has_bytes: int,
+        done: int,
+        partial: Sequence[str] = (),
+        brought: Sequence[str] = (),
+        verified: int = 0,
     ) -> None:
-        """Tell the others; see election.Peer."""
+        """Tell the others; see election.Peer and SILENT."""
 
     def download(
         self, file: File, table: str, target: str, moved: Callable[[int], None], stopping: threading.Event
@@ -211,7 +219,13 @@ class Company(Alone):
         self._distrusted.add(file.digest)
 
     def say(
-        self, needs_hub: bool, has_bytes: int, done: int, partial: Sequence[str] = (), brought: Sequence[str] = ()
+        self,
+        needs_hub: bool,
+        has_bytes: int,
+        done: int,
+        partial: Sequence[str] = (),
+        brought: Sequence[str] = (),
+        verified: int = 0,
     ) -> None:
         """Tell the others, and decide whether this node may fetch from the hub."""
         now = time.monotonic()
@@ -242,7 +256,7 @@ class Company(Alone):
             claims = self._claimed is not None or self._on_our_own
             before, self._said = self._said, {
                 "wants": needs_hub, "claims": claims, "bytes": has_bytes, "done": done,
-                "partial": list(partial), "brought": list(brought),
+                "partial": list(partial), "brought": list(brought), "verified": verified,
             }  # fmt: skip
             if any(before[name] != self._said[name] for name in AT_ONCE):
                 self._news.set()
