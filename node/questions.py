@@ -91,13 +91,16 @@ def register(drawers: int, words: Sequence[str]) -> str:
 
 
 def within(questions: Sequence[Question], context_tokens: int) -> tuple[Question, ...]:
-    """The questions, with a register that fits into the context, or without the one whose register cannot."""
+    """The questions, with answers of at most half the context and a register that fits beside them; without the one
+    whose register cannot. The engine refuses a request that could become longer than its context."""
     fitting = []
     for question in questions:
-        room = context_tokens - question.max_tokens - TOKENS_AROUND
-        drawers = min(question.drawers, room // TOKENS_OF_A_DRAWER)
-        if not question.drawers or drawers >= FEWEST_DRAWERS:
-            fitting.append(replace(question, drawers=drawers) if question.drawers else question)
+        max_tokens = min(question.max_tokens, context_tokens // 2)
+        drawers = min(question.drawers, (context_tokens - max_tokens - TOKENS_AROUND) // TOKENS_OF_A_DRAWER)
+        if not question.drawers:
+            fitting.append(replace(question, max_tokens=max_tokens))
+        elif drawers >= FEWEST_DRAWERS:
+            fitting.append(replace(question, max_tokens=max_tokens, drawers=drawers))
     return tuple(fitting)
 
 

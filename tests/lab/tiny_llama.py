@@ -61,10 +61,15 @@ def initial(shape: Shape, seed: int) -> Parameters:
 
 
 class Pass:
-    """One forward pass over ids (batch, length), kept so that the gradient can be taken."""
+    """One forward pass over ids (batch, length), kept so that the gradient can be taken.
 
-    def __init__(self, shape: Shape, parameters: Parameters, ids: np.ndarray) -> None:
+    logits are those of the places from `since` on: of those before it the last layer makes keys and values and nothing
+    else, which with a long prompt and a short answer is half of the work.
+    """
+
+    def __init__(self, shape: Shape, parameters: Parameters, ids: np.ndarray, since: int = 0) -> None:
         self.shape, self.parameters, self.ids = shape, parameters, ids
+        self.since = [0] * (shape.layers - 1) + [since]
         self.saved: dict[str, np.ndarray] = {}
         length = ids.shape[1]
         dtype = parameters["lm_head.weight"].dtype
@@ -74,7 +79,7 @@ class Pass:
         self.future = np.triu(np.full((length, length), -np.inf, dtype), 1)
         x = parameters["model.embed_tokens.weight"][ids]
         for layer in range(shape.layers):
-            x = x + self._attention(layer, x)
+            x = x[:, self.since[layer] :] + self._attention(layer, x)
             x = x + self._feed_forward(layer, x)
         self.logits = self._linear("lm_head", self._norm("model.norm", x))
 
@@ -93,20 +98,22 @@ class Pass:
     def _join(self, x: np.ndarray) -> np.ndarray:
         return x.transpose(0, 2, 1, 3).reshape(x.shape[0], x.shape[2], -1)
 
-    def _rotate(self, x: np.ndarray, direction: float = 1.0) -> np.ndarray:
-        """Rotary positions; the rotation's transpose is the rotation back, direction -1."""
+    def _rotate(self, x: np.ndarray, since: int = 0, direction: float = 1.0) -> np.ndarray:
+        """Rotary positions, from `since` on; the rotation's transpose is the rotation back, direction -1."""
         first, second = np.split(x, 2, axis=-1)
-        return x * self.cosine + direction * np.concatenate([-second, first], -1) * self.sine
+        cosine, sine = self.cosine[since:], self.sine[since:]
+        return x * cosine + direction * np.concatenate([-second, first], -1) * sine
 
     def _attention(self, layer: int, x: np.ndarray) -> np.ndarray:
         place = f"model.layers.{layer}."
-        shape, groups = self.shape, self.shape.heads // self.shape.key_value_heads
+        shape, groups, since = self.shape, self.shape.heads // self.shape.key_value_heads, self.since[layer]
         normed = self._norm(place + "input_layernorm", x)
-        query = self._rotate(self._split(self._linear(place + "self_attn.q_proj", normed), shape.heads))
+        asking = self._linear(place + "self_attn.q_proj", normed[:, since:])
+        query = self._rotate(self._split(asking, shape.heads), since)
         key = self._rotate(self._split(self._linear(place + "self_attn.k_proj", normed), shape.key_value_heads))
         value = self._split(self._linear(place + "self_attn.v_proj", normed), shape.key_value_heads)
         key, value = key.repeat(groups, 1), value.repeat(groups, 1)
-        scores = query @ key.transpose(0, 1, 3, 2) / np.sqrt(shape.head).astype(x.dtype) + self.future
+        scores = query @ key.transpose(0, 1, 3, 2) / np.sqrt(shape.head).astype(x.dtype) + self.future[since:]
         weights = np.exp(scores - scores.max(-1, keepdims=True))
         weights /= weights.sum(-1, keepdims=True)
         for name, kept in (("query", query), ("key", key), ("value", value), ("weights", weights)):
@@ -126,7 +133,9 @@ class Pass:
         dx = self._back_norm("model.norm", self._back_linear("lm_head", from_logits))
         for layer in reversed(range(self.shape.layers)):
             dx = dx + self._back_feed_forward(layer, dx)
-            dx = dx + self._back_attention(layer, dx)
+            before = self._back_attention(layer, dx)
+            before[:, self.since[layer] :] += dx
+            dx = before
         embedding = np.zeros_like(self.parameters["model.embed_tokens.weight"])
         np.add.at(embedding, self.ids, dx)
         self.gradients["model.embed_tokens.weight"] = embedding
@@ -157,9 +166,12 @@ class Pass:
             batch, _, length, head = gradient.shape
             return gradient.reshape(batch, shape.key_value_heads, groups, length, head).sum(2)
 
-        normed = self._back_linear(place + "self_attn.q_proj", self._join(self._rotate(dquery, -1.0)))
-        normed = normed + self._back_linear(place + "self_attn.k_proj", self._join(self._rotate(grouped(dkey), -1.0)))
+        since = self.since[layer]
+        dkey = self._rotate(grouped(dkey), direction=-1.0)
+        normed = self._back_linear(place + "self_attn.k_proj", self._join(dkey))
         normed = normed + self._back_linear(place + "self_attn.v_proj", self._join(grouped(dvalue)))
+        dquery = self._rotate(dquery, since, direction=-1.0)
+        normed[:, since:] += self._back_linear(place + "self_attn.q_proj", self._join(dquery))
         return self._back_norm(place + "input_layernorm", normed)
 
     def _back_feed_forward(self, layer: int, dy: np.ndarray) -> np.ndarray:
@@ -180,11 +192,12 @@ def loss_and_gradient(
 
     ids: (batch, length). counted: (batch, length - 1), true where the next id is part of an answer.
     """
-    made = Pass(shape, parameters, ids)
-    logits = made.logits[:, :-1]
+    since = int(counted.any(0).argmax())
+    made = Pass(shape, parameters, ids, since)
+    logits, counted = made.logits[:, :-1], counted[:, since:]
     probabilities = np.exp(logits - logits.max(-1, keepdims=True))
     probabilities /= probabilities.sum(-1, keepdims=True)
-    following = ids[:, 1:, None]
+    following = ids[:, since + 1 :, None]
     right = np.take_along_axis(probabilities, following, -1)[..., 0]
     loss = float(-np.log(right[counted]).mean())
     from_logits = probabilities.copy()

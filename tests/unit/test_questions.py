@@ -50,9 +50,8 @@ def test_no_question_is_longer_than_the_context(context: int) -> None:
     asked = within(KIMI, context)
     assert {question.name for question in asked} >= {question.name for question in KIMI if not question.drawers}
     for question in asked:
-        if question.drawers:
-            assert question.drawers >= FEWEST_DRAWERS
-            assert len(PIECES.findall(question.text)) + question.max_tokens <= context
+        assert len(PIECES.findall(question.text)) + question.max_tokens + 50 <= context  # 50 for the chat template
+        assert question.drawers == 0 or question.drawers >= FEWEST_DRAWERS
     assert (asked == KIMI) == (context == 262_144)
 
 
