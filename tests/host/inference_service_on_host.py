@@ -36,6 +36,7 @@ def probe(
     seconds: int,
     readiness: list[str],
     modules: str,
+    cubins: list[str] | None,
 ) -> dict[str, Any]:
     """Everything is None or empty where it is not there: the tests say what that means."""
     secret = (on_host.text(key) or "").strip()
@@ -63,6 +64,7 @@ def probe(
         },
         "readiness": on_host.run(readiness, timeout=seconds),
         "warm": warm(receipt, ninja),
+        "cubins": on_host.run(cubins) if cubins else None,
     }
 
 

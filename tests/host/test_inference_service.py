@@ -61,6 +61,7 @@ def found(host: Any, plan: Plan) -> dict[str, Any]:
             "--now",
         ],
         "modules": plan.service_paths.modules,
+        "cubins": plan.cubins and ["/usr/bin/python3", layout.CUBINS_AGENT, layout.CUBINS_CONFIGURATION, "--check"],
     }
     answer = host.run(probe_command(COLLECTOR, arguments).get_raw_value())
     assert answer.rc == 0, f"the host gives no answer: {answer.stderr.strip() or answer.stdout.strip()}"
@@ -347,6 +348,17 @@ def test_nothing_is_left_to_compile(found: dict[str, Any], plan: Plan) -> None:
         assert now and now["sha256"] == digest, f"{path}: {'other content' if now else 'missing'}. {check}"
     for path, said in warm["ninja"].items():
         assert "no work to do" in said, f"{path}: ninja would still do: {said.strip()[-200:]}. {check}"
+
+
+def test_kernels_that_nvidia_ships_compiled_are_there(found: dict[str, Any], plan: Plan) -> None:
+    """The server's user reaches no network: one that is missing is an error of whichever request first wants it."""
+    if plan.cubins is None:
+        pytest.skip(f"{plan.release.name} on this architecture uses none, or has them in its lock")
+    done = found["cubins"]
+    assert done["code"] == 0, (
+        f"{plan.cubins.directory}: {(done['out'] + done['err']).strip()}. "
+        f"Fix: systemctl start {layout.CUBINS_UNIT}, then journalctl -u {layout.CUBINS_UNIT} where it fails"
+    )
 
 
 def test_what_is_compiled_is_for_these_gpus(found: dict[str, Any], plan: Plan) -> None:
