@@ -1,7 +1,7 @@
 """First against tenth request of a deployed node: python benchmarks/first_request.py inventory/pro6000.py --limit gpu-1
 
 It restarts the node's server three times, so take the node out of service before. Each request is a new prompt of 700
-words and a sampled answer of 32 tokens at most, one after another; the tenth is the median of the later half of twelve.
+words and a sampled answer of 32 tokens, one after another; the tenth is the median of the later half of twelve.
 
     cold    the cache set aside; neither warm-up nor readiness question: a server started by hand
     warmed  the cache as deployed, no readiness question: what the warm-up alone does

@@ -90,11 +90,12 @@ class Asker:
         self.text = " ".join(f"word{number}" for number in range(words))
 
     def __call__(self) -> float:
-        """Seconds to a whole sampled answer."""
+        """Seconds to a whole sampled answer of 32 tokens."""
         body = {
             "model": self.model,
             "messages": [{"role": "user", "content": f"{random.randrange(10**6):06} {self.text} What is 17 times 23?"}],
             "max_tokens": 32,
+            "ignore_eos": True,  # SGLang's: else an answer's length is drawn too, and decides its time
             "temperature": 1.0,
             "top_p": 0.95,
         }
