@@ -57,6 +57,7 @@ FORMAT = 2
 NOT_WARM = 3
 # The largest of the sampling module's three compilations took 1.0 GiB (measured, nvcc 13.0); twice that, to be safe.
 BYTES_PER_JOB = 2 * 1024**3
+LAUNCHER_BYTES_PER_JOB = 6 * 1024**3  # one file of FlashInfer's launcher of experts for sm_103: 2.6 GiB and more
 ONE_FILE = 1  # see `order`
 CUBINS_SECONDS = 3600  # as long as the unit that fetches them may take
 CUBINS_GRACE_SECONDS = 60  # within which systemd has started it, and its Python has come to take its lock
@@ -205,6 +206,7 @@ def compile_modules(asked: Mapping[str, Any]) -> list[dict[str, Any]]:
             compiled = compile_in_children(alone, int(os.environ["MAX_JOBS"]))
         if call["cubins"]:
             wait_for_cubins(asked["cubins"])
+            os.environ["MAX_JOBS"] = str(jobs(LAUNCHER_BYTES_PER_JOB))
         name = named(call)
         say(phase=f"compiling {name}", done=number, total=len(calls), unit="modules")
         print(f"compiling {name}", flush=True)
@@ -369,14 +371,14 @@ def check_nothing_left(build_file: Path) -> None:
         )
 
 
-def jobs() -> int:
+def jobs(bytes_per_job: int = BYTES_PER_JOB) -> int:
     """Compilers at once: as many as there are cores and as free memory bears, at least one."""
     free = next(
         int(line.split()[1]) * 1024
         for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
         if line.startswith("MemAvailable:")
     )
-    return max(1, min(len(os.sched_getaffinity(0)), free // BYTES_PER_JOB))
+    return max(1, min(len(os.sched_getaffinity(0)), free // bytes_per_job))
 
 
 def gpu_architectures(library: bytes) -> set[int]:
