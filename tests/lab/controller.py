@@ -26,7 +26,8 @@ PACKAGES = {
     "pip3": "python3-pip",
     "unshare": "util-linux",
 }
-"""Program -> the Debian package that has it."""
+"""Program -> the package that has it, of Debian and Ubuntu alike."""
+DEBIAN_KEYS = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
 BUILD_BYTES = 3 * 10**9
 """What a build wants free: wheels 0.4 GB, packages 0.4, a template of 0.4 for each suite, and room."""
 RELEASE_BYTES = 13 * 10**9
@@ -47,6 +48,8 @@ def install_packages() -> None:
     missing = {package for program, package in PACKAGES.items() if not shutil.which(program)}
     if not succeeds("/usr/bin/python3", "-c", "import numpy"):
         missing.add("python3-numpy")
+    if not DEBIAN_KEYS.exists():
+        missing.add("debian-archive-keyring")  # Ubuntu has it as a package
     if not any(Path("/usr/lib").glob("*/openblas-*/libblas.so.3")):
         missing.add("libopenblas0-pthread")  # the reference BLAS trains the tiny model in minutes, this in seconds
     if not missing:
@@ -87,20 +90,17 @@ def require_overlay(lab: Lab) -> None:
         )
 
 
-def debian_mirror() -> tuple[str, str]:
-    """(archive, security archive) as this machine's own apt sources name them."""
+def debian_mirror(apt: Path = Path("/etc/apt")) -> tuple[str, str] | None:
+    """(archive, security archive) as this machine's own apt sources name them; None on a machine that names no Debian
+    archive, such as Ubuntu, where mmdebstrap takes Debian's own."""
     text = []
-    sources = [*Path("/etc/apt").glob("sources.list"), *Path("/etc/apt/sources.list.d").glob("*.list")]
-    sources += Path("/etc/apt/sources.list.d").glob("*.sources")
+    sources = [*apt.glob("sources.list"), *apt.glob("sources.list.d/*.list"), *apt.glob("sources.list.d/*.sources")]
     for file in sources:
         text += [line for line in file.read_text().splitlines() if not line.lstrip().startswith("#")]
     addresses = [word.rstrip("/") for word in " ".join(text).split() if re.match(r"https?://", word)]
     archive = next((address for address in addresses if address.endswith("/debian")), None)
     if archive is None:
-        raise LabError(
-            f"no Debian archive among this machine's apt sources ({', '.join(sorted(set(addresses))) or 'none'})",
-            fix="run the lab on Debian 12 or 13",
-        )
+        return None
     security = next((address for address in addresses if address.endswith("/debian-security")), archive + "-security")
     return archive, security
 

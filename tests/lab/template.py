@@ -26,8 +26,12 @@ ENVIRONMENT = {name: AUTHORITIES for name in ("SSL_CERT_FILE", "REQUESTS_CA_BUND
 """Python packages bring authorities of their own; these variables lead them to the system's, which know the lab's."""
 
 
-def _sources(suite: str) -> str:
-    archive, security = controller.debian_mirror()
+def _sources(suite: str) -> str | None:
+    """apt's sources of a template, None where mmdebstrap is left to choose."""
+    mirror = controller.debian_mirror()
+    if mirror is None:
+        return None
+    archive, security = mirror
     return f"deb {archive} {suite} main\ndeb {archive} {suite}-updates main\ndeb {security} {suite}-security main\n"
 
 
@@ -80,7 +84,7 @@ def key(lab: Lab, suite: str) -> str:
     return key_of(
         Path(__file__).read_bytes(),
         suite,
-        _sources(suite),
+        _sources(suite) or "",
         controller.pip_configuration(controller.python_index(), AUTHORITIES),
         *[file.read_bytes() for file in trusted],
         driver_package.key(),
@@ -104,10 +108,11 @@ def build(lab: Lab, suite: str) -> Path:
         material.mkdir()
         trusted = [*controller.own_certificates(), certificates.authority(lab) / "ca.crt"]
         script = _hook(trusted, driver_package.build(lab), controller.python_index(), material)
+        sources = _sources(suite)
         run_confined(
             "mmdebstrap", "--mode=root", "--variant=important", "--skip=cleanup/apt/lists", f"--include={PACKAGES}",
-            "--dpkgopt=force-unsafe-io", f"--customize-hook=sh {script} $1", suite, partial / "root", "-",
-            log=lab.parts / f"template-{suite}.log", input=_sources(suite),
+            "--dpkgopt=force-unsafe-io", f"--customize-hook=sh {script} $1", suite, partial / "root",
+            *(["-"] if sources else []), log=lab.parts / f"template-{suite}.log", input=sources,
         )  # fmt: skip
         # apt's answer to the option above: written by mmdebstrap into the tree, of no use on a server.
         for left in (partial / "root/etc/dpkg/dpkg.cfg.d").glob("99mmdebstrap"):
