@@ -9,8 +9,12 @@ import hashlib
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+
+
+YOUNG_SECONDS = 3600
 
 
 class LabError(Exception):
@@ -100,14 +104,17 @@ def made(folder: Path, make: Callable[[Path], None], lock_file: Path) -> Path:
 
 
 def remove_outdated(wanted: Path, all_keys: Iterable[Path]) -> None:
-    """Drop what was made under older keys, unless a machine is mounted on it or a process was started with it."""
+    """Drop what was made under other keys, unless a machine is mounted on it or a process was started with it.
+
+    Not what is younger than an hour: another checkout may be about to use it."""
     in_use = Path("/proc/self/mountinfo").read_text()
     for command in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):
             in_use += command.read_bytes().decode(errors="replace")
     for other in all_keys:
-        if other != wanted and str(other) not in in_use:
-            remove_tree(other)
+        with contextlib.suppress(FileNotFoundError):  # another run was faster
+            if other != wanted and str(other) not in in_use and time.time() - other.stat().st_mtime > YOUNG_SECONDS:
+                remove_tree(other)
 
 
 def remove_tree(folder: Path) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import time
 from pathlib import Path
 
 import pytest
 
 from tests.lab import controller, template
+from tests.lab.shell import remove_outdated
 
 DEB822 = "Types: deb\nURIs: http://mirror.example.net/debian/\nSuites: bookworm\n\nURIs: http://mirror.example.net/debian-security\n"
 UBUNTU = "Types: deb\nURIs: http://archive.example.net/ubuntu/\nSuites: noble\n"
@@ -38,3 +41,12 @@ def test_where_there_is_none_mmdebstrap_chooses(monkeypatch: pytest.MonkeyPatch)
     """As on Ubuntu. Not an empty list of sources, from which nothing can be installed."""
     monkeypatch.setattr(controller, "debian_mirror", lambda: None)
     assert template._sources("bookworm") is None
+
+
+def test_what_other_checkouts_may_be_about_to_use_stays(tmp_path: Path) -> None:
+    now = time.time()
+    for name, age in {"wanted": 7200, "old": 7200, "young": 60}.items():
+        (tmp_path / name).mkdir()
+        os.utime(tmp_path / name, (now - age, now - age))
+    remove_outdated(tmp_path / "wanted", list(tmp_path.iterdir()))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["wanted", "young"]
