@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-
 YOUNG_SECONDS = 3600
 
 
