@@ -286,6 +286,26 @@ FINGERPRINTS: tuple[Fingerprint, ...] = (
         source="flashinfer/jit/env.py",
     ),
     Fingerprint(
+        "cubins-not-fetched",
+        _JIT,
+        seen=(
+            "https://mirror.example/cubins/158f6fa1/fmha/trtllm-gen/checksums.txt: found status 404, wanted the file. "
+            "Fix: see that this host reaches that address",
+            "https://mirror.example/a.cubin: found SHA-256 0123456789abcdef in 2 tries, wanted fedcba9876543210",
+            "RuntimeError: Artifact not found locally: 158f6fa1/fmha/trtllm-gen/checksums.txt (looked at /x). "
+            "FLASHINFER_NO_DOWNLOAD is set",
+        ),
+        patterns=(
+            r"(?:checksums\.txt|\.cubin|\.h): found (?:status \d+|no answer|a transfer that breaks off|SHA-256)",
+            r"Artifact not found locally: .*FLASHINFER_NO_DOWNLOAD",
+        ),
+        cause="the kernels that NVIDIA ships compiled for B200 and B300 could not be fetched: no way to the "
+        "repository, or what came is not what FlashInfer pins",
+        fix="mend the way there (a proxy stands in /etc/environment) or set cubins_repository in the inventory to a "
+        f"mirror; then {_DEPLOY}; journalctl -u kimi-cubins says which file",
+        source="files/tools/cubins.py; flashinfer/jit/cubin_loader.py",
+    ),
+    Fingerprint(
         "two-cuda-runtimes",
         _JIT,
         seen=(
