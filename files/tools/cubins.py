@@ -73,7 +73,9 @@ def main(arguments: list[str]) -> int:
                 more = (
                     "" if isinstance(error, Problem) else f" {type(error).__name__}. Fix: see the journal of this unit"
                 )
-                told.write_text(f"{error}{more}\n", encoding="utf-8")
+                beside = told.with_name(f".{told.name}.new")
+                beside.write_text(f"{error}{more}\n", encoding="utf-8")
+                beside.rename(told)
                 raise
             finally:
                 remove_locks(Path(asked["directory"]), but=lock)

@@ -373,7 +373,9 @@ def test_the_warm_up_waits_while_they_are_fetched(fetched: dict[str, str]) -> No
 def test_the_warm_up_tells_why_they_could_not_be_fetched(fetched: dict[str, str]) -> None:
     def fail() -> None:
         time.sleep(1)
-        Path(fetched["problem"]).write_text("https://there: found no answer, wanted the file. Fix: this\n")
+        beside = Path(fetched["problem"] + ".new")
+        beside.write_text("https://there: found no answer, wanted the file. Fix: this\n")
+        beside.rename(fetched["problem"])
 
     thread = threading.Thread(target=fail)
     thread.start()
