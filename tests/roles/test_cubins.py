@@ -194,11 +194,12 @@ class Node:
         return read
 
 
-@pytest.fixture(params=FETCHING)
+@pytest.fixture(params=FETCHING[:1])
 def node(request: pytest.FixtureRequest, repository: Repository, tmp_path: Path) -> Node:
     return Node(request.param, repository, tmp_path)
 
 
+@pytest.mark.parametrize("node", FETCHING, indirect=True)
 def test_everything_is_fetched_and_nothing_else_is_left(node: Node, repository: Repository) -> None:
     done = node.run()
     assert done.returncode == 0, done.stderr
@@ -221,6 +222,7 @@ def test_what_is_there_is_not_fetched_again(node: Node, repository: Repository) 
     assert node.files() == repository.files
 
 
+@pytest.mark.parametrize("node", FETCHING, indirect=True)
 def test_a_file_of_another_digest_is_refused_and_does_not_stay(node: Node, repository: Repository) -> None:
     path = f"{FOLDERS['TRTLLM_GEN_FMHA']}kernel0Sm103a.cubin"
     good, repository.files[path] = repository.files[path], b"a page of a proxy"
@@ -239,6 +241,7 @@ def test_a_list_of_another_digest_is_not_followed(node: Node, repository: Reposi
     assert node.files() == {}
 
 
+@pytest.mark.parametrize("node", FETCHING, indirect=True)
 def test_a_transfer_that_breaks_off_leaves_nothing(node: Node, repository: Repository) -> None:
     path = f"{FOLDERS['TRTLLM_GEN_GEMM']}kernel2Sm100a.cubin"
     repository.cut.add(path)
@@ -318,7 +321,6 @@ def own_download(node: Node, repository: Repository) -> subprocess.CompletedProc
     return subprocess.run(command, env=node.environment | more, capture_output=True, text=True, timeout=120)
 
 
-@pytest.mark.parametrize("node", FETCHING[:1], indirect=True)
 def test_flashinfer_takes_an_index_that_cannot_be_had_for_an_empty_folder(node: Node, repository: Repository) -> None:
     repository.status[FOLDERS["TRTLLM_GEN_BMM"]] = 503
     done = own_download(node, repository)
@@ -326,7 +328,6 @@ def test_flashinfer_takes_an_index_that_cannot_be_had_for_an_empty_folder(node: 
     assert f"{FOLDERS['TRTLLM_GEN_BMM']}kernel1Sm103a.cubin" not in node.files()
 
 
-@pytest.mark.parametrize("node", FETCHING[:1], indirect=True)
 def test_flashinfer_leaves_a_file_of_another_digest_and_fetches_all_again(node: Node, repository: Repository) -> None:
     path = f"{FOLDERS['TRTLLM_GEN_FMHA']}kernel0Sm103a.cubin"
     repository.files[path] = b"a page of a proxy"
