@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from loopback_hub import LoopbackHub, loopback_hub
-from test_weights_agent import AGENT, MIB, SHARD, Node, repositories, shard, tools_python, wait_until
+from test_weights_agent import AGENT, MIB, SHARD, SHARDS, Node, repositories, shard, tools_python, wait_until
 
 from files.tools.weights import aria2, receipt
 
@@ -122,6 +122,9 @@ def test_one_copy_crosses_the_line_and_one_node_fetches_it(members: list[Member]
         member.assert_whole()
     assert members[0].hub.sent() == total
     assert sorted(from_hub(said)) == [False, False, True]
+    # One node copies what comes while it comes; were it more, the first would have to send as often as there are nodes.
+    taken = [member.said().count(".safetensors.kimi-nodes-pieces: ") for member in members]
+    assert max(taken) == SHARDS, taken
 
 
 def test_who_waits_says_so_and_is_alive(members: list[Member], slow_hub: LoopbackHub) -> None:

@@ -459,6 +459,7 @@ class Gather:
             bool(self._transfers) or hub or waiting,
             self.has_already + self._arrived + sum(fetch.done for fetch in copied),
             done,
+            any(then == self._followed for _, then in self._futures.values()),
             sorted(fetch.file.digest for fetch in self._transfers.values()),
             sorted(self._right | {fetch.file.digest for fetch, then in self._futures.values() if then == self._hashed}),
             len(self._right),

@@ -32,10 +32,11 @@ LINE_BYTES = 16 << 20
 RUN_BYTES = 16 << 20  # that are asked for at once of a file that is followed
 FOLLOW_SECONDS = 0.3  # between two looks at what has come there
 SILENT: dict[str, Any] = {
-    "wants": False, "claims": False, "bytes": 0, "done": 0, "partial": [], "brought": [], "verified": 0,
+    "wants": False, "claims": False, "bytes": 0, "done": 0, "follows": False, "partial": [], "brought": [],
+    "verified": 0,
 }  # fmt: skip
 """What an agent says that has not said anything. verified: how many files it has found right in this run."""
-AT_ONCE = ("wants", "claims", "partial", "brought", "verified")  # what of it others are told when it changes
+AT_ONCE = ("wants", "claims", "follows", "partial", "brought", "verified")  # what of it others are told when it changes
 
 
 @dataclass(frozen=True)
@@ -134,6 +135,7 @@ class Alone:
         needs_hub: bool,
         has_bytes: int,
         done: int,
+        follows: bool = False,
         partial: Sequence[str] = (),
         brought: Sequence[str] = (),
         verified: int = 0,
@@ -209,7 +211,7 @@ class Company(Alone):
             peer = election.leader(self._sharing.rank, self._peers, self._sharing.times)
         return (
             peer is not None
-            and file.digest in (*peer.partial, *peer.brought)
+            and file.digest in peer.partial
             and file.digest not in self._distrusted
             and self._claimed is None
             and not self._on_our_own
@@ -223,6 +225,7 @@ class Company(Alone):
         needs_hub: bool,
         has_bytes: int,
         done: int,
+        follows: bool = False,
         partial: Sequence[str] = (),
         brought: Sequence[str] = (),
         verified: int = 0,
@@ -256,7 +259,7 @@ class Company(Alone):
             claims = self._claimed is not None or self._on_our_own
             before, self._said = self._said, {
                 "wants": needs_hub, "claims": claims, "bytes": has_bytes, "done": done,
-                "partial": list(partial), "brought": list(brought), "verified": verified,
+                "follows": follows, "partial": list(partial), "brought": list(brought), "verified": verified,
             }  # fmt: skip
             if any(before[name] != self._said[name] for name in AT_ONCE):
                 self._news.set()
