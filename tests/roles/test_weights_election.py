@@ -66,7 +66,6 @@ def test_the_first_that_waits_follows_the_one_that_fetches() -> None:
     assert leader(1, [fetching, THIRD], TIMES) is fetching
     assert leader(2, [fetching, SECOND], TIMES) is None
     assert leader(2, [fetching, replace(SECOND, wants=False)], TIMES) is fetching, "one that has all does not"
-    assert leader(2, [fetching, replace(SECOND, wants=False, follows=True)], TIMES) is None, "it has the last file half"
     assert leader(2, [fetching, replace(SECOND, silent=15.0)], TIMES) is fetching, "nor one that is gone"
 
 

@@ -19,7 +19,7 @@ class Peer:
     soon: digests of those that it will give as soon as their table is made.
     wants: an agent there needs the hub. claims: it fetches from there, or is about to. bytes: that it has of these
     weights, with those of files that it follows; done: with those of all files on their way; idle: seconds since `done`
-    moved. follows: it copies from the one that fetches. partial: digests of files on their way to it from the hub;
+    moved. partial: digests of files on their way to it from the hub;
     brought: of those that are complete there, being hashed or right, and not given yet.
     """
 
@@ -34,7 +34,6 @@ class Peer:
     bytes: int
     done: int
     idle: float
-    follows: bool = False
     partial: list[str] = field(default_factory=list)
     brought: list[str] = field(default_factory=list)
     verified: int = 0
@@ -80,7 +79,7 @@ def leader(rank: int, peers: Sequence[Peer], times: Times) -> Peer | None:
     one is gone. The first of the inventory that waits does; the others take whole files."""
     present = [peer for peer in peers if alive(peer, times)]
     fetching = [peer for peer in present if peer.claims and peer.idle < times.stuck]
-    waiting = [peer for peer in present if peer not in fetching and (peer.wants or peer.follows)]
+    waiting = [peer for peer in present if peer not in fetching and peer.wants]
     if len(fetching) != 1 or any(peer.rank < rank for peer in waiting):
         return None
     return fetching[0]

@@ -448,18 +448,17 @@ class Gather:
         company = self._company
         others = (self._fetched_from_peers, self._followed)
         hub = any(then not in others and not fetch.table for fetch, then in self._futures.values())
-        waiting = any(
+        copying = [fetch for fetch, then in self._futures.values() if then == self._followed]
+        missing = any(  # also of what is being copied: the node that fetches it may be gone
             fetch.file.bytes and not company.offer(fetch.file) and not company.coming(fetch.file)
-            for fetch in self._waiting
+            for fetch in [*self._waiting, *copying]
         )
         done = self.has_already + int(self._status.fields["done"])
-        copied = [fetch for fetch, then in self._futures.values() if then == self._followed]
-        copied += [fetch for fetch in self._waiting if fetch.followed]
+        copied = [*copying, *(fetch for fetch in self._waiting if fetch.followed)]
         company.say(
-            bool(self._transfers) or hub or waiting,
+            bool(self._transfers) or hub or missing,
             self.has_already + self._arrived + sum(fetch.done for fetch in copied),
             done,
-            any(then == self._followed for _, then in self._futures.values()),
             sorted(fetch.file.digest for fetch in self._transfers.values()),
             sorted(self._right | {fetch.file.digest for fetch, then in self._futures.values() if then == self._hashed}),
             len(self._right),

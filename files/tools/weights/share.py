@@ -106,7 +106,7 @@ def _said(said: dict[str, Any]) -> dict[str, Any]:
     """What an agent says of itself; raises ValueError, KeyError or TypeError for what makes no sense."""
     return {
         "wants": bool(said["wants"]), "claims": bool(said["claims"]), "bytes": int(said["bytes"]),
-        "done": int(said["done"]), "follows": bool(said["follows"]), "partial": list(map(str, said["partial"])),
+        "done": int(said["done"]), "partial": list(map(str, said["partial"])),
         "brought": list(map(str, said["brought"])), "verified": int(said["verified"]),
     }  # fmt: skip
 

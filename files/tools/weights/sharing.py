@@ -32,11 +32,11 @@ LINE_BYTES = 16 << 20
 RUN_BYTES = 16 << 20  # that are asked for at once of a file that is followed
 FOLLOW_SECONDS = 0.3  # between two looks at what has come there
 SILENT: dict[str, Any] = {
-    "wants": False, "claims": False, "bytes": 0, "done": 0, "follows": False, "partial": [], "brought": [],
+    "wants": False, "claims": False, "bytes": 0, "done": 0, "partial": [], "brought": [],
     "verified": 0,
 }  # fmt: skip
 """What an agent says that has not said anything. verified: how many files it has found right in this run."""
-AT_ONCE = ("wants", "claims", "follows", "partial", "brought", "verified")  # what of it others are told when it changes
+AT_ONCE = ("wants", "claims", "partial", "brought", "verified")  # what of it others are told when it changes
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,6 @@ class Alone:
         needs_hub: bool,
         has_bytes: int,
         done: int,
-        follows: bool = False,
         partial: Sequence[str] = (),
         brought: Sequence[str] = (),
         verified: int = 0,
@@ -225,7 +224,6 @@ class Company(Alone):
         needs_hub: bool,
         has_bytes: int,
         done: int,
-        follows: bool = False,
         partial: Sequence[str] = (),
         brought: Sequence[str] = (),
         verified: int = 0,
@@ -259,7 +257,7 @@ class Company(Alone):
             claims = self._claimed is not None or self._on_our_own
             before, self._said = self._said, {
                 "wants": needs_hub, "claims": claims, "bytes": has_bytes, "done": done,
-                "follows": follows, "partial": list(partial), "brought": list(brought), "verified": verified,
+                "partial": list(partial), "brought": list(brought), "verified": verified,
             }  # fmt: skip
             if any(before[name] != self._said[name] for name in AT_ONCE):
                 self._news.set()
@@ -333,7 +331,10 @@ class Company(Alone):
         if address is None:
             raise Unshared("nobody fetches it")
         connection = http.client.HTTPConnection(
-            address, self._sharing.port + 1, timeout=self._sharing.silence, source_address=(self._sharing.address, 0)
+            address,
+            self._sharing.port + 1,
+            timeout=self._sharing.silence / 2,
+            source_address=(self._sharing.address, 0),
         )
         path = f"/partial/{file.digest.replace(':', '-')}"
         here = aria2.begun(target, file.bytes)
