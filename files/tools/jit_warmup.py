@@ -268,7 +268,8 @@ def compile_in_children(calls: list[Mapping[str, Any]], jobs: int) -> dict[str, 
                     os._exit(code)
             children[child] = named(call), time.monotonic()
             continue
-        say(phase="compiling SGLang's kernels", done=len(calls) - len(waiting) - len(children), total=len(calls))
+        done = len(calls) - len(waiting) - len(children)
+        say(phase="compiling SGLang's kernels", done=done, total=len(calls), unit="modules")
         name, began = children.pop(os.wait()[0], ("", 0.0))
         if name:
             seconds[name] = time.monotonic() - began
