@@ -55,6 +55,11 @@ class Patch:
     source: str
     loaded_with: tuple[str, ...] = ()
 
+    @property
+    def module(self) -> str | None:
+        """The file as Python imports it; None for a source of kernels, which a compiler reads."""
+        return self.file.removesuffix(".py").replace("/", ".") if self.file.endswith(".py") else None
+
 
 @dataclass(frozen=True)
 class Evidence:
@@ -228,6 +233,26 @@ PATCHES = {
                 "flashinfer/compilation_context.py: SM 12.x requires CUDA >= 12.9, swallowed into an empty set; "
                 "flashinfer-ai/flashinfer issues 3674 and 3675"
             ),
+        ),
+        Patch(
+            id="sglang-activation-return-type",
+            title="a function of the activation kernel's launcher says its type in words that g++ 12 understands",
+            package="sglang",
+            file="sglang/jit_kernel/csrc/elementwise/activation.cuh",
+            versions="==0.5.12.post1",
+            nvcc_below=None,
+            digests={
+                "0.5.12.post1": Digests(
+                    before="57620f7e5421694cafa63cc3c828573efd2364b2bce4693e118b5fd54412c0d1",
+                    after="bd4e0404e57d5bf2edd3d3defc9257d120d91cc8eed243f45a50f805a995a405",
+                ),
+            },
+            upstream={},
+            old="      -> decltype(activation_kernel<ActivationKind::kSiLU, kFilterExpert>) {\n",
+            new=("      -> decltype(&act_and_mul_kernel<T, ActivationKind::kSiLU, kUsePDL, kFilterExpert>) {\n"),
+            retired_by="a later release: sglang 0.5.17 names the type in that file",
+            shows="activation.cuh: no matching function for call to select_kernel<true>, on Debian 12",
+            source="nvcc 13.0 with g++ 12.2 refuses the file, with g++ 11 takes it; the edited one both take (run)",
         ),
     )
 }

@@ -195,7 +195,7 @@ def other_services(plan: Plan) -> list[layout.ServicePaths]:
 
 def patched_modules(plan: Plan) -> dict[str, Patch]:
     """Module as Python names it -> the patch whose file it is."""
-    return {patch.file.removesuffix(".py").replace("/", "."): patch for patch in plan.patches}
+    return {patch.module: patch for patch in plan.patches if patch.module}
 
 
 def patched_files(plan: Plan) -> list[str]:

@@ -88,7 +88,7 @@ def patch_release(
             conflicts.append(decision.reason)
             continue
         records.append(record(patch, seen, decision, former.get(patch.id)))
-        if decision.action in ("apply", "already"):
+        if patch.module and decision.action in ("apply", "already"):
             compiled.append(patch.file)
         if decision.action == "apply":
             assert seen.version is not None

@@ -190,3 +190,30 @@ def test_diagnose_names_the_true_cause(seen: dict[str, dict[str, Any]], case: Ca
     findings = json.loads(done.stdout)["findings"]
     assert {finding["id"] for finding in findings} == {case.named}, done.stdout
     assert all(finding["fix"] for finding in findings)
+
+
+@pytest.mark.parametrize("patched", [False, True], ids=["as published", "patched"])
+def test_the_oldest_release_s_activation_kernel_compiles_with_its_patch_alone(engine: Engine, patched: bool) -> None:
+    """By the machine's own g++ 12 behind the release's nvcc, with the lines that SGLang's load_jit adds."""
+    patch, release = PATCHES["sglang-activation-return-type"], RELEASES["sglang-0.5.12.post1"]
+    site = engine.lay_over(release)
+    program = (
+        "import pathlib, sys\n"
+        f"source = pathlib.Path({site!r}, {patch.file!r}).read_text()\n"
+        f"text = source.replace({patch.old!r}, {patch.new!r}) if {patched} else source\n"
+        f"assert (text == source) != {patched}\n"
+        "exports = [f'TVM_FFI_DLL_EXPORT_TYPED_FUNC({name}, (ActivationKernel<bf16_t, true>::{name}));'\n"
+        "           for name in ('run_activation', 'run_activation_filtered')]\n"
+        "pathlib.Path('kernel.cu').write_text('\\n'.join([text, '#include <tvm/ffi/function.h>', *exports, '']))\n"
+    )
+    include = f"-I{site}/sglang/jit_kernel/include -I{site}/tvm_ffi/include -I{site}/tvm_ffi/3rdparty/dlpack/include"
+    done = engine.node.ssh(
+        f"set -e; cd $(mktemp -d); trap 'rm -rf $PWD' EXIT; python3 - <<'END'\n{program}END\n"
+        f"{NEW}/bin/nvcc -std=c++20 -O1 --expt-relaxed-constexpr -DSGL_CUDA_ARCH=1200 -arch=compute_120a {include} "
+        "-c kernel.cu -o kernel.o 2>&1 && echo compiled",
+        check=False,
+    )
+    if patched:
+        assert done.splitlines()[-1] == "compiled", done
+    else:
+        assert "no matching function for call to" in done and "compiled" not in done, done
