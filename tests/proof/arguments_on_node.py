@@ -47,8 +47,11 @@ def judged(vector: list[str]) -> dict[str, Any]:
         traceback.print_exc()
         return {"refused": f"{type(error).__name__}: {error}"}
     resolved = arguments.resolved_dict() if hasattr(arguments, "resolved_dict") else vars(arguments)
-    graphs = resolved.get("cuda_graph_config")  # 0.5.12.post1 has plain attributes
-    largest = graphs.decode.max_bs if graphs else resolved["cuda_graph_max_bs"]
+    graphs = resolved.get("cuda_graph_config")  # plain attributes in 0.5.12.post1, a record later, a dict in 0.5.23
+    if graphs is None:
+        largest = resolved["cuda_graph_max_bs"]
+    else:
+        largest = graphs["decode"]["max_bs"] if isinstance(graphs, dict) else graphs.decode.max_bs
     return {"resolved": {name: resolved[name] for name in asked["asked"]}, "largest graph": largest}
 
 
