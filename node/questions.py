@@ -42,7 +42,7 @@ class Function:
 class Question:
     """One question and what shows that it was answered right.
 
-    name: what messages call it. prompt: the user's message. expected: texts that the answer must contain, all of them.
+    name: what messages call it. prompt: the user's message. expected: words that the answer must contain, all of them.
     function, arguments: instead, the call that must come back. drawers: lines of `register` in front of the prompt,
     which hold the expected words. times: how often the same text is asked in a row; from the second time on the engine
     has its keys and values in the prefix cache. max_tokens: thinking included.

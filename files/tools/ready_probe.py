@@ -7,8 +7,9 @@ Exit 0: every answer is right. Exit 1: one is not, or the server's main process 
 last line says which. READINESS is JSON, made of node/questions.py:
 
     {"address": "http://127.0.0.1:30000", "key": path, "user": name, "seconds": int, "copy": text, "questions": [
-        {"name": text, "body": of a request to /v1/chat/completions, "times": int, "expected": [texts that the answer
-         must contain]} or, in place of "expected", "call": {"name": function, "arguments": {name: value}}]}
+        {"name": text, "body": of a request to /v1/chat/completions, "times": int, "expected": [words that the
+         answer must contain, each by itself]}
+         or, in place of "expected", "call": {"name": function, "arguments": {name: value}}]}
 
 `copy` stands in a prompt for six digits, drawn for each attempt, so that its text is new to the server the first time.
 With "times": 2 the same text is asked again: then it is read from the prefix cache, and an engine can be right at
@@ -253,13 +254,18 @@ def after_a_right_one(tokens: Mapping[str, int | None]) -> str:
 def judged_answer(question: Mapping[str, Any], message: Mapping[str, Any], ended: str) -> str:
     """The answer, if it has the expected content. Raises Wrong."""
     answer = message["content"] or ""
-    if all(text in answer for text in question["expected"]):
+    if all(has_word(answer, text) for text in question["expected"]):
         return str(answer)
     raise Wrong(
         f"asked {last_line(question)!r}, found the answer {shown(message, ended)}, "
         f"wanted {' and '.join(map(repr, question['expected']))} in it",
         WRONG,
     )
+
+
+def has_word(answer: str, text: str) -> bool:
+    """Whether a word or number stands in an answer by itself: rubbish can hold its letters, as in "ambheronmaplea"."""
+    return re.search(rf"(?<!\w){re.escape(text)}(?!\w)", answer, re.IGNORECASE) is not None
 
 
 def judged_call(question: Mapping[str, Any], message: Mapping[str, Any], ended: str) -> str:

@@ -676,6 +676,12 @@ WRONG_ANSWERS: dict[str, tuple[dict[str, Any] | bytes, int, tuple[str, ...]]] = 
         ("ended by length, after 10 characters of thinking", "'391'"),
     ),
     "one word of a long text": (reply("heron"), 2, ("long prefix: asked", "'heron'", "'heron' and 'maple'")),
+    "rubbish that holds the letters of both words": (
+        reply("herambaambmapledondbambheron."),  # as an engine with a wrong prefix cache once said
+        3,
+        ("long prefix, again: the same text was answered right the first time", "'heron' and 'maple'"),
+    ),
+    "a longer number": (reply("The product is 13910."), 1, ("sampled answer: asked", "'391'")),
     "rubbish from the cache": (
         reply("heron heron", cached=390),
         3,
@@ -718,6 +724,12 @@ def test_a_wrong_answer_is_not_ready(ask: Ask, server: Server, monkeypatch: pyte
     for part in named:
         assert part in done.stderr, done.stderr
     assert "Fix: " in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("answer", ["391", "It is **391**.", "17\u00d723=391", "$391$", "Maple: 391, then heron"])
+def test_a_word_is_found_in_any_setting(answer: str) -> None:
+    assert ready_probe.has_word(answer, "391")
+    assert ready_probe.has_word(answer, "maple") == ("Maple" in answer)
 
 
 @pytest.mark.parametrize("case", ["rubbish", "rubbish from the cache", "no call"])
