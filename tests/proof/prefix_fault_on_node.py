@@ -11,7 +11,7 @@ from typing import Any
 BACKEND = "sglang.srt.layers.attention.torch_native_backend"
 LONG = 300  # tokens; of the lab's questions only one is longer
 REGISTER = 350  # its tokens that hold what is asked for
-ELSEWHERE = 700  # slots further on lie keys and values of nobody
+EMPTY = 0  # the slot that SGLang keeps for padding: no key and no value of anybody
 
 
 def make_wrong(module: Any) -> None:
@@ -24,7 +24,7 @@ def make_wrong(module: Any) -> None:
         if not read_back:
             return slots
         slots = slots.clone()
-        slots[:, :REGISTER] += ELSEWHERE
+        slots[:, :REGISTER] = EMPTY
         return slots
 
     def wrong_extend(self: Any, q: Any, out: Any, k: Any, v: Any, slots: Any, pool: Any, lengths: Any, prefix: Any,
