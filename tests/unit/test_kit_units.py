@@ -81,21 +81,25 @@ def machine(tmp_path: Path) -> Machine:
 def test_a_unit_is_waited_for_until_it_ends(machine: Machine) -> None:
     machine.unit("activating", SubState="start", Result="success")
     machine.status(phase="hashing", done=5_000_000_000, total=20_000_000_000, rate=250e6, eta=60)
-    ended: list[float] = []
-
-    def end() -> None:
-        time.sleep(3)
-        machine.unit("inactive", SubState="dead", Result="success")
-        ended.append(time.monotonic())
-
-    worker = threading.Thread(target=end)
-    worker.start()
-    done = machine.project.run("-y")
-    noticed = time.monotonic() - ended[0]
-    worker.join()
-    assert done.code == 0, done.text
-    assert "[@local] Working: hashing, 5.0 of 20.0 GB (25 %), 250.0 MB/s, 1 min left" in done.err
-    assert noticed < 2.5  # and not only when the next line of progress is due
+    said = ""
+    with machine.project.start("-y") as process:
+        watchdog = threading.Timer(60, process.kill)
+        watchdog.start()
+        try:
+            assert process.stderr
+            for line in process.stderr:  # it ends once it was seen at work
+                said += line
+                if "Working: " in line:
+                    break
+            machine.unit("inactive", SubState="dead", Result="success")
+            ended = time.monotonic()
+            said += process.stderr.read()
+            noticed = time.monotonic() - ended
+        finally:
+            watchdog.cancel()
+    assert process.returncode == 0, said
+    assert "[@local] Working: hashing, 5.0 of 20.0 GB (25 %), 250.0 MB/s, 1 min left" in said
+    assert noticed < units.PROGRESS_SECONDS  # and not only when the next line of progress is due
     assert (machine.folder / "asked").read_text() == "start --no-block -- work.service\n"
 
 
